@@ -1,0 +1,4 @@
+from marft_agents.cli import main
+
+if __name__ == "__main__":
+    main()

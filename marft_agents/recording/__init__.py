@@ -1,0 +1,4 @@
+"""Recording."""
+
+
+class MarftRecorder: ...
