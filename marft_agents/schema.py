@@ -195,7 +195,7 @@ class RewardEvent(Event):
     def _only_finite_numbers(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or "value" not in data:
             return data
-        fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType] JSON in
+        fields: dict[str, Any] = dict(data)
         value = fields["value"]
         if isinstance(value, bool):
             fields["value"] = float(value)
@@ -309,6 +309,8 @@ class BaseModelInfo(Record):
     model_type: str
     fingerprint: str
     """sha256 over the config's shape fields and a sample of the weights."""
+    modules: dict[str, tuple[int, int]] = Field(default_factory=dict[str, tuple[int, int]])
+    """(out, in) per linear module, ``model.layers.*.self_attn.q_proj`` for all layers at once."""
 
 
 class Probe(Record):
