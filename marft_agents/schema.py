@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from marft_agents.errors import ConfigError
 
@@ -31,11 +31,17 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="constants")
 
 
+def _in_utc_if_naive(time: datetime) -> datetime:
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
 class Event(Record):
     """One line of a log segment."""
 
     schema_version: int = SCHEMA_VERSION
-    time: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    time: Annotated[datetime, AfterValidator(_in_utc_if_naive)] = Field(
+        default_factory=lambda: datetime.now(UTC)
+    )
     episode_id: str = Field(min_length=1)
 
 
@@ -175,11 +181,22 @@ class HumanEvent(Event):
     index: int = Field(default=0, ge=0)
 
 
+def _as_float(value: object) -> float:
+    """A number, a truth value, or the scalar of an array library, as a float."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        value = item()
+    if isinstance(value, int | float):
+        return float(value)
+    raise TypeError(f"not a number: {value!r}")
+
+
 class RewardEvent(Event):
     """A reward, at any time and from any file.
 
-    Type rule: a finite number, or ``true``/``false`` read as 1/0. Anything else is kept as
-    ``refused`` with ``value`` None and never counts as a reward. ``agent`` None: the team's reward.
+    Type rule: a finite number, or ``true``/``false`` read as 1/0; a scalar of an array library is
+    the number it holds. ``None`` is "not scored". Anything else is kept as ``refused`` with
+    ``value`` None and never counts as a reward. ``agent`` None: the team's reward.
     For one (agent, turn, source) the latest record wins; different sources add up.
     """
 
@@ -197,13 +214,15 @@ class RewardEvent(Event):
             return data
         fields: dict[str, Any] = dict(data)
         value = fields["value"]
-        if isinstance(value, bool):
-            fields["value"] = float(value)
-        elif value is not None and not isinstance(value, int | float):
-            fields |= {"value": None, "refused": f"not a number: {value!r}"[:120]}
-        elif value is not None and not math.isfinite(value):
-            fields |= {"value": None, "refused": f"not finite: {value}"}
-        return fields
+        if value is None:
+            return fields
+        try:
+            number = _as_float(value)
+        except (TypeError, OverflowError) as error:
+            return fields | {"value": None, "refused": str(error)[:120]}
+        if math.isfinite(number):
+            return fields | {"value": number}
+        return fields | {"value": None, "refused": f"not finite: {number}"}
 
 
 class EpisodeEnded(Event):
@@ -296,6 +315,8 @@ class Episode(Record):
             return "the episode never ended (still running, or the app was killed)"
         if self.ended.reason == "failed":
             return f"the episode failed ({self.ended.detail or 'no detail'})"
+        if self.ended.dropped_events:
+            return f"incomplete ({self.ended.dropped_events} events could not be recorded)"
         return None
 
 
