@@ -1,0 +1,157 @@
+"""From bytes to events: the only place that decides whether a line is a record.
+
+Invariant: a record is taken whole or not at all. A line that is not JSON is searched for whole
+records beside the damage (behind a run of zero bytes, or behind a line that lost its newline); a
+line that is JSON but no known event is never searched, because what looks like a record inside it
+is somebody's payload.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from pydantic import ValidationError
+
+from marft_agents.log.migrations import MIGRATIONS, Migration, migrate
+from marft_agents.schema import EVENT, SCHEMA_VERSION, AnyEvent
+
+MAX_LINE = 256 * 2**20
+"""Bytes; a longer line is no record but damage, and is skipped without being held in memory."""
+
+_PIECE = re.compile(rb'[^\0]+?(?=\0|\{"schema_version":|\Z)', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record begins: byte ``offset`` in ``file``, on ``line`` (from 1)."""
+
+    file: Path
+    offset: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A line, or a part of one, that is no readable event."""
+
+    file: Path
+    line: int
+    offset: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} (byte {self.offset}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why bytes are no event; ``torn`` when they are not even whole JSON."""
+
+    reason: str
+    torn: bool = False
+
+
+class Found(NamedTuple):
+    """One event and the bytes that it was read from."""
+
+    event: AnyEvent
+    offset: int
+    length: int
+
+
+class RawLine(NamedTuple):
+    """Bytes up to a newline or the file's end; ``data`` is None for one that is too long."""
+
+    number: int
+    offset: int
+    data: bytes | None
+
+
+def raw_lines(file: BinaryIO, *, max_line: int = MAX_LINE) -> Iterator[RawLine]:
+    """The lines of ``file`` with their offsets, one in memory at a time."""
+    offset = 0
+    number = 0
+    while data := file.readline(max_line):
+        number += 1
+        size = len(data)
+        too_long = size >= max_line and not data.endswith(b"\n")
+        while too_long and (more := file.readline(max_line)):
+            size += len(more)
+            if more.endswith(b"\n"):
+                break
+        yield RawLine(number, offset, None if too_long else data)
+        offset += size
+
+
+def read_line(data: bytes, offset: int) -> tuple[list[Found], str | None]:
+    """The events of one line, and why anything in it was lost (``None``: nothing was)."""
+    if not data.strip():
+        return [], None
+    whole = parse(data)
+    if not isinstance(whole, Refusal):
+        return [Found(whole, offset, len(data))], None
+    if not whole.torn:
+        return [], whole.reason
+    pieces = [m for m in _PIECE.finditer(data) if m[0].strip()]
+    parsed = [(m, parse(m[0])) for m in pieces]
+    found = [
+        Found(event, offset + m.start(), len(m[0]))
+        for m, event in parsed
+        if not isinstance(event, Refusal)
+    ]
+    zeros = data.count(0)
+    if zeros:
+        return found, f"{zeros} zero bytes"
+    return found, whole.reason if len(found) < len(pieces) else None
+
+
+def parse(
+    data: bytes,
+    *,
+    version: int = SCHEMA_VERSION,
+    migrations: Mapping[int, Migration] = MIGRATIONS,
+) -> AnyEvent | Refusal:
+    """One event from its JSON, brought up to ``version``."""
+    try:
+        event = EVENT.validate_json(data)
+    except (ValidationError, RecursionError):
+        return _parse_slowly(data, version, migrations)
+    if event.schema_version == version:
+        return event
+    return _parse_slowly(data, version, migrations)
+
+
+def _parse_slowly(
+    data: bytes, version: int, migrations: Mapping[int, Migration]
+) -> AnyEvent | Refusal:
+    """Also reads escaped lone surrogates and old versions, and can say what is wrong."""
+    try:
+        record: Any = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return Refusal(f"torn or not UTF-8 ({error.reason} at its byte {error.start})", torn=True)
+    except (ValueError, RecursionError) as error:
+        return Refusal(f"torn or not JSON ({error})"[:200], torn=True)
+    if not isinstance(record, dict):
+        return Refusal(f"JSON {type(record).__name__}, not an event")
+    fields = cast("dict[str, Any]", record)
+    try:
+        return EVENT.validate_python(migrate(fields, version=version, migrations=migrations))
+    except ValidationError as error:
+        return Refusal(_explain(error, fields))
+    except ValueError as error:
+        return Refusal(str(error))
+
+
+def _explain(error: ValidationError, fields: Mapping[str, Any]) -> str:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "union_tag_not_found":
+        return "no `type`: not an event"
+    if first["type"] == "union_tag_invalid":
+        return f"unknown event type {fields.get('type')!r}"[:120]
+    where = ".".join(str(part) for part in first["loc"][1:])
+    return f"not a valid {fields.get('type')}: {where}: {first['msg']}"[:300]
