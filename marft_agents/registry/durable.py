@@ -1,0 +1,108 @@
+"""Writes that a crash cannot tear: flushed to disk first, visible only after a rename.
+
+Invariant: a reader sees the old content or the new one, never a part of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` survive a power cut (nothing to do on Windows)."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write and flush to disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _temporary(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        write_file(temporary, data)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of ``path`` in one step."""
+    temporary = _temporary(path, data)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Create ``path`` whole, in one step; False (and no change) when it is already there."""
+    temporary = _temporary(path, data)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        if path.exists():
+            return False
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+    return True
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append one line and flush it; a torn last line stays a line of its own."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.lseek(handle, 0, os.SEEK_END)
+        torn = False
+        if size:
+            os.lseek(handle, size - 1, os.SEEK_SET)
+            torn = os.read(handle, 1) != b"\n"
+        os.write(handle, (b"\n" if torn else b"") + line + b"\n")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copy and flush; returns the sha256 of what was written."""
+    digest = hashlib.sha256()
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while chunk := reader.read(1 << 20):
+            digest.update(chunk)
+            writer.write(chunk)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_read_only(folder: Path) -> None:
+    """Take the write permission off every file in ``folder``, where the file system has one."""
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            file.chmod(0o444)
