@@ -1,0 +1,100 @@
+"""Order of turns, and where rewards fall."""
+
+# pyright: reportUnknownMemberType=false
+# pytest.approx is untyped.
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from marft_agents.credit import dependency_order, is_action, place_rewards
+from marft_agents.errors import LogError
+from marft_agents.schema import Episode, RewardEvent, Turn
+
+
+def turn(turn_id: str, agent: str = "a", **fields: Any) -> Turn:
+    return Turn(episode_id="e", turn_id=turn_id, agent=agent, **fields)
+
+
+def reward(value: float, **fields: Any) -> RewardEvent:
+    return RewardEvent(episode_id="e", value=value, **fields)
+
+
+def ids(turns: list[Turn]) -> list[str]:
+    return [t.turn_id for t in turns]
+
+
+def test_completion_order_is_kept_when_it_respects_the_dependencies() -> None:
+    turns = [turn("y", index=1, depends_on=["x"]), turn("z", index=2), turn("x", index=0)]
+    assert ids(dependency_order(turns)) == ["x", "y", "z"]
+
+
+def test_a_turn_moves_behind_what_it_read() -> None:
+    turns = [turn("x", index=0, depends_on=["z"]), turn("y", index=1), turn("z", index=2)]
+    assert ids(dependency_order(turns)) == ["y", "z", "x"]
+
+
+def test_dependencies_outside_the_episode_are_ignored() -> None:
+    assert ids(dependency_order([turn("x", depends_on=["elsewhere"])])) == ["x"]
+
+
+def test_a_circle_is_named() -> None:
+    turns = [turn("x", depends_on=["y"]), turn("y", index=1, depends_on=["x"])]
+    with pytest.raises(LogError, match="circle: x, y"):
+        dependency_order(turns)
+
+
+def test_selection_and_failed_calls_are_no_actions() -> None:
+    assert is_action(turn("x"))
+    assert not is_action(turn("x", kind="select"))
+    assert not is_action(turn("x", error="timeout"))
+
+
+def test_team_agent_and_turn_rewards_add_up() -> None:
+    turns = [turn("1", "a", index=0), turn("2", "b", index=1), turn("3", "a", index=2)]
+    episode = Episode(
+        episode_id="e",
+        turns=turns,
+        rewards=[
+            reward(1),
+            reward(0.5, agent="b"),
+            reward(0.25, turn_id="1"),
+            reward(2, agent="a"),
+        ],
+    )
+    placed = place_rewards(episode, turns)
+    assert placed.reward_K == [0.25, 0.5, 3]
+    assert placed.unplaced == []
+
+
+def test_the_team_reward_falls_on_the_last_action_not_on_a_selection() -> None:
+    turns = [turn("1", index=0), turn("2", index=1, kind="select"), turn("3", index=2, error="x")]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=[reward(1)]), turns)
+    assert placed.reward_K == [1]
+
+
+def test_the_reward_of_a_turn_that_is_no_action_goes_to_the_action_before_it() -> None:
+    turns = [
+        turn("s", index=0, kind="select"),
+        turn("1", index=1),
+        turn("2", index=2),
+        turn("r", index=3, kind="reflect"),
+    ]
+    rewards = [reward(1, turn_id="r"), reward(0.5, turn_id="s")]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
+    assert placed.reward_K == [0.5, 1]
+
+
+def test_a_reward_for_nobody_is_reported_and_moved_to_nobody() -> None:
+    turns = [turn("1")]
+    rewards = [reward(1), reward(9, agent="ghost"), reward(9, turn_id="nowhere")]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
+    assert placed.reward_K == [1]
+    assert len(placed.unplaced) == 2 and "'ghost'" in placed.unplaced[0]
+
+
+def test_an_episode_without_action_places_nothing() -> None:
+    turns = [turn("s", kind="select")]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=[reward(1)]), turns)
+    assert placed.reward_K == [] and placed.unplaced
