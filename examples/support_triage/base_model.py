@@ -45,18 +45,17 @@ def _download(scratch: Path) -> Path:
 def _convert(gguf: Path, staged: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     print("base model: converting to safetensors", flush=True)
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Weights are dequantised by now, but transformers still marks the model as quantised and
     # would write a folder that no other program opens.
-    model.is_quantized = False
-    if hasattr(model, "hf_quantizer"):
-        model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model).update(is_quantized=False, hf_quantizer=None)
+    vars(model.config).pop("quantization_config", None)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,33 @@
+# Everything here works on a bare machine with Python 3.11+ and can be run again.
+PYTHON ?= python3
+ENGINE ?= auto
+BIN := .venv/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup quickstart test lint docs clean
+help:
+	@echo "make quickstart  record -> fine-tune -> hot-swap on a support-triage team (about 12 minutes, installation included)"
+	@echo "make test        set up and run the tests"
+	@echo "make lint        set up and run ruff and pyright"
+	@echo "make docs        write the pages under docs/ that come from --help"
+
+setup:
+	@$(PYTHON) tools/setup_env.py --engine $(ENGINE)
+
+quickstart: setup
+	@$(BIN)/python -m examples.support_triage.quickstart
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: setup
+	$(BIN)/python tools/write_docs.py
+
+clean:
+	rm -rf .venv .cache quickstart-run
