@@ -6,6 +6,8 @@ each agent asks for a model of its own name.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.base import TaskResult
 from autogen_agentchat.conditions import SourceMatchTermination
@@ -25,17 +27,37 @@ SAMPLES = (
 )
 
 
-def make_team(base_url: str, *, api_key: str = "none", temperature: float) -> RoundRobinGroupChat:
+@dataclass(frozen=True)
+class Models:
+    """One model client per agent, shared by all conversations of one event loop."""
+
+    router: OpenAIChatCompletionClient
+    writer: OpenAIChatCompletionClient
+
+    async def close(self) -> None:
+        await self.router.close()
+        await self.writer.close()
+
+
+def make_models(base_url: str, *, api_key: str = "none", temperature: float) -> Models:
+    """Each agent asks for the model that carries its own name."""
+    return Models(
+        router=_client("router", base_url, api_key, temperature, max_tokens=6),
+        writer=_client("writer", base_url, api_key, temperature, max_tokens=24),
+    )
+
+
+def make_team(models: Models) -> RoundRobinGroupChat:
     """A fresh team for one conversation."""
     router = AssistantAgent(
         "router",
-        model_client=_client("router", base_url, api_key, temperature, max_tokens=6),
+        model_client=models.router,
         system_message=ROUTER_PROMPT,
         model_context=UnboundedChatCompletionContext(_router_samples()),
     )
     writer = AssistantAgent(
         "writer",
-        model_client=_client("writer", base_url, api_key, temperature, max_tokens=24),
+        model_client=models.writer,
         system_message=WRITER_PROMPT,
         model_context=UnboundedChatCompletionContext(_writer_samples()),
     )

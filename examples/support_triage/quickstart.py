@@ -48,18 +48,21 @@ async def play(
 ) -> list[TaskResult]:
     """Run the application on every ticket, ``at_once`` conversations at a time."""
     gate, done = asyncio.Semaphore(at_once), 0
+    models = app.make_models(base_url, temperature=temperature)
 
     async def turn(ticket: Ticket) -> TaskResult:
         nonlocal done
         async with gate:
-            team = app.make_team(base_url, temperature=temperature)
-            result = await converse(ticket, team)
+            result = await converse(ticket, app.make_team(models))
         done += 1
         if done % max(1, len(tickets) // 4) == 0:
             say(f"  {label}: {done}/{len(tickets)} conversations")
         return result
 
-    return list(await asyncio.gather(*(turn(t) for t in tickets)))
+    try:
+        return list(await asyncio.gather(*(turn(t) for t in tickets)))
+    finally:
+        await models.close()
 
 
 async def plain(ticket: Ticket, team: RoundRobinGroupChat) -> TaskResult:
@@ -166,8 +169,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="local folder or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--engine", choices=("auto", "vllm", "local"), default="auto")
     parser.add_argument("--episodes", type=int, default=240, help="training conversations")
-    parser.add_argument("--held-out", type=int, default=90, help="held-out tickets")
-    parser.add_argument("--at-once", type=int, default=32, help="conversations at a time")
+    parser.add_argument("--held-out", type=int, default=60, help="held-out tickets")
+    parser.add_argument("--at-once", type=int, default=64, help="conversations at a time")
     parser.add_argument("--temperature", type=float, default=0.8, help="while recording")
     parser.add_argument("--output", type=Path, default=Path("quickstart-run"))
     return parser.parse_args()
