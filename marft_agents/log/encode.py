@@ -2,7 +2,7 @@
 
 Invariant: ``encode_line`` never fails on what an event holds, and the line is valid UTF-8 with
 exactly one newline, at its end. Foreign objects inside free-form fields (a request holding a class,
-a path, a date) become text; a lone surrogate is escaped and comes back as it was.
+a path, a date) become text; a lone surrogate in a text is escaped and comes back as it was.
 """
 
 from __future__ import annotations

@@ -30,18 +30,18 @@ class EpisodeIndex:
     """
 
     def __init__(self, rows: Iterable[tuple[str, Entry]]) -> None:
-        # The empty name is SQLite's own temporary file; ids may hold what only bytes can carry.
+        # The empty name asks SQLite for a temporary file of its own.
         self._db = sqlite3.connect("", check_same_thread=False)
         try:
             self._db.execute("PRAGMA journal_mode = OFF")
             self._db.execute("PRAGMA temp_store = FILE")
             self._db.execute(
-                "CREATE TABLE event (seq INTEGER PRIMARY KEY, episode BLOB NOT NULL,"
+                "CREATE TABLE event (seq INTEGER PRIMARY KEY, episode TEXT NOT NULL,"
                 " file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL)"
             )
             self._db.executemany(
                 "INSERT INTO event (episode, file, offset, length) VALUES (?, ?, ?, ?)",
-                ((_key(episode_id), *entry) for episode_id, entry in rows),
+                ((episode_id, *entry) for episode_id, entry in rows),
             )
             self._db.execute("CREATE INDEX by_episode ON event (episode, seq)")
         except sqlite3.Error as error:
@@ -56,12 +56,12 @@ class EpisodeIndex:
 
     def episode_ids(self) -> Iterator[str]:
         query = "SELECT episode FROM event GROUP BY episode ORDER BY MIN(seq)"
-        for (key,) in self._db.execute(query):
-            yield _id(key)
+        for (episode_id,) in self._db.execute(query):
+            yield episode_id
 
     def entries(self, episode_id: str) -> Iterator[Entry]:
         query = "SELECT file, offset, length FROM event WHERE episode = ? ORDER BY seq"
-        for row in self._db.execute(query, (_key(episode_id),)):
+        for row in self._db.execute(query, (episode_id,)):
             yield Entry(*row)
 
     def close(self) -> None:
@@ -77,11 +77,3 @@ class EpisodeIndex:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _key(episode_id: str) -> bytes:
-    return episode_id.encode("utf-8", "surrogatepass")
-
-
-def _id(key: bytes) -> str:
-    return key.decode("utf-8", "surrogatepass")

@@ -92,8 +92,10 @@ class LogReader:
                         empty = False
                         yield event, Place(path, offset, line.number), number, length
         if empty:
-            why = f"; {self.skipped_count} lines skipped, first {self.skipped[0]}"
-            raise LogError(f"no event in {self._names()}{why if self.skipped else ''}")
+            first = "".join(f", first {skipped}" for skipped in self.skipped[:1])
+            raise LogError(
+                f"no event in {self._names()}; lines skipped: {self.skipped_count}{first}"
+            )
 
     def _read(self, index: EpisodeIndex, episode_id: str) -> Episode | None:
         folded = fold(episode_id, self._events_at(index.entries(episode_id)))
@@ -151,4 +153,4 @@ def _near(episode_id: str, index: EpisodeIndex) -> str:
     near = [name for name, _ in zip(begins, range(3), strict=False)]
     near += difflib.get_close_matches(episode_id, list(index.episode_ids()), n=3)
     near += [name for name, _ in zip(index.episode_ids(), range(3), strict=False)]
-    return " or ".join(list(dict.fromkeys(near))[:3])
+    return " or ".join(repr(name) for name in list(dict.fromkeys(near))[:3])
