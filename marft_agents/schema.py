@@ -315,8 +315,6 @@ class Episode(Record):
             return "the episode never ended (still running, or the app was killed)"
         if self.ended.reason == "failed":
             return f"the episode failed ({self.ended.detail or 'no detail'})"
-        if self.ended.dropped_events:
-            return f"incomplete ({self.ended.dropped_events} events could not be recorded)"
         return None
 
 

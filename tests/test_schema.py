@@ -243,10 +243,6 @@ def test_a_missing_reward_is_not_zero() -> None:
             "the episode failed (boom)",
         ),
         (episode(reward(), ended=EpisodeEnded(episode_id="e", reason="truncated")), None),
-        (
-            episode(reward(), ended=EpisodeEnded(episode_id="e", dropped_events=3)),
-            "incomplete (3 events could not be recorded)",
-        ),
     ],
 )  # fmt: skip
 def test_why_an_episode_is_left_out(seen: Episode, reason: str | None) -> None:
