@@ -152,5 +152,6 @@ def _near(episode_id: str, index: EpisodeIndex) -> str:
     begins = (name for name in index.episode_ids() if episode_id and name.startswith(episode_id))
     near = [name for name, _ in zip(begins, range(3), strict=False)]
     near += difflib.get_close_matches(episode_id, list(index.episode_ids()), n=3)
-    near += [name for name, _ in zip(index.episode_ids(), range(3), strict=False)]
+    if not near:
+        near = [name for name, _ in zip(index.episode_ids(), range(3), strict=False)]
     return " or ".join(repr(name) for name in list(dict.fromkeys(near))[:3])

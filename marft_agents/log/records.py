@@ -134,6 +134,8 @@ def _parse_slowly(
         record: Any = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Refusal(f"torn or not UTF-8 ({error.reason} at its byte {error.start})", torn=True)
+    except json.JSONDecodeError as error:
+        return Refusal(f"torn or not JSON ({error.msg} at its character {error.pos})", torn=True)
     except (ValueError, RecursionError) as error:
         return Refusal(f"torn or not JSON ({error})"[:200], torn=True)
     if not isinstance(record, dict):

@@ -393,7 +393,7 @@ def test_one_episode_by_its_id(tmp_path: Path) -> None:
     assert reader.episode("beta-77").turns[0].episode_id == "beta-77"
     for asked, near in [
         ("alpha", "'alpha-1' or 'alpha-2'"),
-        ("beta-7", "'beta-77'"),
+        ("beta-7", "'beta-77'[?]"),
         ("zzzz", "'alpha-1' or 'alpha-2' or 'beta-77'"),
     ]:
         with pytest.raises(LogError, match=f"no episode '{asked}'.*{near}"):

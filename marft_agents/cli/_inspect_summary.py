@@ -1,0 +1,234 @@
+"""What a set of logs holds: counts, and why what is left out is left out.
+
+Invariant: one pass, one episode in memory at a time. A turn counts as trainable when both it and
+its episode are; otherwise it is counted under exactly one reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from marft_agents.cli._text import number, table
+from marft_agents.log import LogReader, Skipped
+from marft_agents.schema import Episode, RewardEvent, Turn
+
+_SHOWN = 10
+
+
+@dataclass
+class Range:
+    """Mean and extremes of the values added."""
+
+    count: int = 0
+    total: float = 0.0
+    low: float | None = None
+    high: float | None = None
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.count += 1
+            self.total += value
+            self.low = value if self.low is None else min(self.low, value)
+            self.high = value if self.high is None else max(self.high, value)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"scored": self.count, "mean": self.mean, "min": self.low, "max": self.high}
+
+
+@dataclass
+class AgentCounts:
+    """Calls and tokens of one agent."""
+
+    turns: int = 0
+    trainable: int = 0
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    trainable_tokens: int = 0
+
+    def add(self, turn: Turn, reason: str | None) -> None:
+        self.turns += 1
+        self.prompt_tokens += len(turn.prompt_token_ids or ())
+        self.sampled_tokens += len(turn.token_ids or ())
+        if reason is None:
+            self.trainable += 1
+            self.trainable_tokens += len(turn.token_ids or ())
+        else:
+            self.left_out[reason] += 1
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"left_out": dict(self.left_out.most_common())}
+
+
+@dataclass
+class Summary:
+    """Everything that ``inspect`` says about logs as a whole."""
+
+    logs: list[str]
+    files: int
+    episodes: int = 0
+    scored: int = 0
+    trainable: int = 0
+    incomplete: int = 0
+    ended: Counter[str] = field(default_factory=Counter[str])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    reward_records: Counter[str] = field(default_factory=Counter[str])
+    agents: dict[str, AgentCounts] = field(default_factory=dict[str, AgentCounts])
+    all_teams: Range = field(default_factory=Range)
+    teams: dict[tuple[str, ...], Range] = field(default_factory=dict[tuple[str, ...], Range])
+    agent_rewards: dict[str, Range] = field(default_factory=dict[str, Range])
+    adapters: Counter[str] = field(default_factory=Counter[str])
+    skipped_count: int = 0
+    skipped: list[Skipped] = field(default_factory=list[Skipped])
+    duplicates: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The same, as one document."""
+        return {
+            "logs": self.logs,
+            "files": self.files,
+            "episodes": {
+                "total": self.episodes,
+                "scored": self.scored,
+                "trainable": self.trainable,
+                "left_out": dict(self.left_out.most_common()),
+                "ended": dict(self.ended.most_common()),
+                "incomplete": self.incomplete,
+            },
+            "agents": {name: counts.as_json() for name, counts in sorted(self.agents.items())},
+            "rewards": {
+                "records": {kind: self.reward_records[kind] for kind in _REWARD_KINDS},
+                "team": self.all_teams.as_json(),
+                "by_team": [
+                    {"agents": list(team), **seen.as_json()}
+                    for team, seen in sorted(self.teams.items())
+                ],
+                "by_agent": {n: seen.as_json() for n, seen in sorted(self.agent_rewards.items())},
+            },
+            "adapters": dict(self.adapters.most_common()),
+            "skipped": {
+                "count": self.skipped_count,
+                "first": [vars(s) | {"file": str(s.file)} for s in self.skipped],
+            },
+            "duplicates": self.duplicates,
+        }
+
+
+_REWARD_KINDS = ("numbers", "empty", "refused")
+
+
+def summarise(reader: LogReader) -> Summary:
+    """Read everything once."""
+    summary = Summary(logs=[str(path) for path in reader.paths], files=len(reader.files))
+    for episode in reader.episodes():
+        _add(summary, episode)
+    summary.skipped_count, summary.skipped = reader.skipped_count, reader.skipped
+    summary.duplicates = reader.duplicates
+    return summary
+
+
+def _add(summary: Summary, episode: Episode) -> None:
+    # What is in brackets differs from episode to episode.
+    reason = (episode.untrainable_reason or "").split(" (", 1)[0] or None
+    summary.episodes += 1
+    summary.scored += episode.scored
+    summary.trainable += reason is None
+    summary.ended[episode.ended.reason if episode.ended else "not ended"] += 1
+    summary.incomplete += bool(episode.ended and episode.ended.dropped_events)
+    if reason is not None:
+        summary.left_out[reason] += 1
+    summary.reward_records.update(_reward_kind(reward) for reward in episode.rewards)
+    for turn in episode.turns:
+        why = turn.untrainable_reason or (reason and f"its episode is left out: {reason}")
+        summary.agents.setdefault(turn.agent, AgentCounts()).add(turn, why)
+        summary.adapters[_adapter(turn)] += 1
+    summary.all_teams.add(episode.team_reward)
+    team = tuple(sorted({turn.agent for turn in episode.turns}))
+    summary.teams.setdefault(team, Range()).add(episode.team_reward)
+    for agent, value in episode.agent_rewards.items():
+        summary.agent_rewards.setdefault(agent, Range()).add(value)
+
+
+def _reward_kind(reward: RewardEvent) -> str:
+    if reward.refused is not None:
+        return "refused"
+    return "empty" if reward.value is None else "numbers"
+
+
+def _adapter(turn: Turn) -> str:
+    start, end = turn.adapter_start or "not recorded", turn.adapter_end or "not recorded"
+    return start if start == end else f"{start} to {end}"
+
+
+def summary_lines(summary: Summary) -> Iterator[str]:
+    """The summary, for people."""
+    yield f"{', '.join(summary.logs)}: {_count(summary.files, 'file')}"
+    yield ""
+    yield f"episodes   {summary.episodes}"
+    yield f"scored     {summary.scored}"
+    yield f"trainable  {summary.trainable}"
+    for reason, count in summary.left_out.most_common():
+        yield f"  left out: {count}  {reason}"
+    yield "ended      " + ", ".join(f"{n} {reason}" for reason, n in summary.ended.most_common())
+    if summary.incomplete:
+        yield f"  incomplete: {summary.incomplete}  the recorder could not write every event"
+    yield ""
+    yield from _agent_lines(summary)
+    yield ""
+    yield from _reward_lines(summary)
+    yield ""
+    yield "adapter versions that answered"
+    yield from (f"  {name}  {_count(n, 'turn')}" for name, n in summary.adapters.most_common())
+    yield ""
+    yield f"skipped lines  {summary.skipped_count}"
+    yield from (f"  {place}" for place in summary.skipped[:_SHOWN])
+    if summary.skipped_count > _SHOWN:
+        yield f"  and {summary.skipped_count - _SHOWN} more"
+    yield f"duplicate turns dropped  {summary.duplicates}"
+
+
+def _agent_lines(summary: Summary) -> Iterator[str]:
+    if not summary.agents:
+        yield "no model call was recorded"
+        return
+    header = ("agent", "turns", "trainable", "prompt tokens", "sampled tokens", "trainable tokens")
+    agents = sorted(summary.agents.items())
+    rows = [
+        (name, *map(str, (a.turns, a.trainable, a.prompt_tokens, a.sampled_tokens,
+                          a.trainable_tokens)))
+        for name, a in agents
+    ]  # fmt: skip
+    yield from table(header, rows, right=range(1, 6))
+    for name, counts in agents:
+        for reason, count in counts.left_out.most_common():
+            yield f"  {name}, left out: {count}  {reason}"
+    silent = [name for name, counts in agents if not counts.trainable]
+    if silent:
+        yield f"agents with no trainable turn: {', '.join(silent)}"
+
+
+def _reward_lines(summary: Summary) -> Iterator[str]:
+    rows = [("team reward, all episodes", summary.all_teams)]
+    if len(summary.teams) > 1:
+        teams = sorted(summary.teams.items())
+        rows += [(f"  of {', '.join(t) or 'nobody'}", seen) for t, seen in teams[:_SHOWN]]
+    rows += [(f"reward of {name}", seen) for name, seen in sorted(summary.agent_rewards.items())]
+    cells = [
+        (name, str(r.count), number(r.mean), number(r.low), number(r.high)) for name, r in rows
+    ]
+    yield from table(("reward", "scored", "mean", "min", "max"), cells, right=range(1, 5))
+    if len(summary.teams) > _SHOWN:
+        yield f"  and {len(summary.teams) - _SHOWN} more teams; --json has all"
+    kinds = (f"{summary.reward_records[kind]} {kind}" for kind in _REWARD_KINDS)
+    yield f"reward records: {', '.join(kinds)}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
