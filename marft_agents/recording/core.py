@@ -1,0 +1,45 @@
+"""What every part of one recorder shares.
+
+Invariant: the parts know ``Core``, never ``MarftRecorder``; an event reaches the log through
+``emit`` only.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from marft_agents.recording.safety import Safety
+from marft_agents.recording.server import KnownServers
+from marft_agents.recording.sink import Sink
+from marft_agents.schema import Event
+
+Inject = Literal["auto", "always", "never"]
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+def random_id() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+@dataclass(eq=False)
+class Core:
+    """Services of one recorder; ``models`` maps an agent to the model name to send."""
+
+    sink: Sink
+    safety: Safety
+    models: Mapping[str, str] = field(default_factory=dict[str, str])
+    inject: Inject = "auto"
+    clock: Callable[[], datetime] = utc_now
+    ids: Callable[[], str] = random_id
+    servers: KnownServers = field(default_factory=KnownServers)
+    closed: bool = False
+
+    def emit(self, event: Event) -> None:
+        self.sink.put(event)

@@ -1,0 +1,236 @@
+"""One running episode: who asks what in which order, and which turn saw which.
+
+Invariant: an event's place in the order (turn ``index``, ``step``) is decided under the episode's
+lock, where it is also handed to the log. An episode ends once; calls that begin later are not its
+own. The current episodes are a contextvar, so tasks and threads that inherit the context share
+them and others do not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from marft_agents.errors import RewardError
+from marft_agents.recording.clean import jsonable
+from marft_agents.recording.core import Core
+from marft_agents.recording.linking import Ledger
+from marft_agents.schema import (
+    EndReason,
+    EpisodeEnded,
+    EpisodeStarted,
+    HumanEvent,
+    RewardEvent,
+    ToolEvent,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    from marft_agents.recording.call import Call
+
+_EPISODES: ContextVar[tuple[LiveEpisode, ...]] = ContextVar("marft_episodes", default=())
+
+
+class LiveEpisode:
+    """State of an episode between its two border events."""
+
+    def __init__(self, core: Core, episode_id: str, parent_id: str | None = None) -> None:
+        self.core = core
+        self.id = episode_id
+        self.parent_id = parent_id
+        self.closed = False
+        self.lock = threading.RLock()
+        self.ledger = Ledger()
+        self.messages: dict[str, str] = {}
+        """Turn id behind each framework message id."""
+        self.open_calls: set[Call] = set()
+        """Calls that nobody but the HTTP layer can finish."""
+        self._turns: list[tuple[str, str]] = []
+        self._step = 0
+        self._answered = False
+        self._seen: set[str] = set()
+        self._outcomes: list[tuple[EndReason, str | None]] = []
+        self._decided: tuple[EndReason, str | None] | None = None
+
+    def start(self, task: Any, metadata: Mapping[str, Any] | None, runtime: str | None) -> None:
+        self.core.emit(
+            EpisodeStarted(
+                time=self.core.clock(),
+                episode_id=self.id,
+                task=jsonable(task),
+                metadata=jsonable(metadata or {}),
+                runtime=runtime,
+                parent_id=self.parent_id,
+            )
+        )
+
+    def begin_turn(self) -> int:
+        """The step of a turn that begins now: a new one if the environment has answered."""
+        with self.lock:
+            if self._answered:
+                self._step += 1
+                self._answered = False
+            return self._step
+
+    def add_turn(self, turn: Turn) -> None:
+        """Give a finished turn its index and log it."""
+        with self.lock:
+            turn = turn.model_copy(update={"index": len(self._turns)})
+            self._turns.append((turn.turn_id, turn.agent))
+            self.core.emit(turn)
+
+    def turn_ids(self, agent: str | None = None) -> tuple[str, ...]:
+        with self.lock:
+            return tuple(t for t, name in self._turns if agent in (None, name))
+
+    def first_time(self, key: str) -> bool:
+        """Whether ``key`` (an event of the runtime) was not seen in this episode before."""
+        with self.lock:
+            new = key not in self._seen
+            self._seen.add(key)
+            return new
+
+    def tool(
+        self,
+        name: str,
+        *,
+        agent: str | None = None,
+        call_id: str | None = None,
+        arguments: Any = None,
+        result: Any = None,
+        ok: bool = True,
+        environment: bool = True,
+    ) -> None:
+        """A tool or code execution. ``environment`` False: an agent or a handoff behind a tool."""
+        with self.lock:
+            self._answered = self._answered or environment
+            event = ToolEvent(
+                time=self.core.clock(),
+                episode_id=self.id,
+                agent=agent,
+                name=name,
+                call_id=call_id,
+                arguments=jsonable(arguments),
+                result=jsonable(result),
+                ok=ok,
+                index=len(self._turns),
+            )
+            self.core.emit(event)
+
+    def human(self, name: str | None, text: str | None) -> None:
+        """A human spoke."""
+        with self.lock:
+            self._answered = True
+            event = HumanEvent(
+                time=self.core.clock(),
+                episode_id=self.id,
+                name=name,
+                text=text,
+                index=len(self._turns),
+            )
+            self.core.emit(event)
+
+    def reward(self, value: Any, agent: str | None, turn_id: str | None, source: str) -> None:
+        give_reward(self.core, self.id, value, agent=agent, turn_id=turn_id, source=source)
+
+    def report(self, reason: EndReason, detail: str | None) -> None:
+        """A run inside this episode has ended so."""
+        self._outcomes.append((reason, detail))
+
+    def decide(self, reason: EndReason, detail: str | None) -> None:
+        """The app says how the episode ends, whatever the runtime reports."""
+        self._decided = (reason, detail)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Finish open calls and log the end: the app's word, else the error, else the runs'."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        for call in list(self.open_calls):
+            call.abandon()
+        reason, detail = self._decided or self._ending(error)
+        self.core.emit(
+            EpisodeEnded(time=self.core.clock(), episode_id=self.id, reason=reason, detail=detail)
+        )
+
+    def _ending(self, error: BaseException | None) -> tuple[EndReason, str | None]:
+        if error is not None:
+            return "failed", describe_error(error)
+        cut = next((o for o in self._outcomes if o[0] == "truncated"), None)
+        if cut is not None:
+            return cut
+        return "terminated", next((d for _, d in reversed(self._outcomes) if d), None)
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """Make this the current episode of its recorder in this thread or task."""
+        token = _EPISODES.set((*_EPISODES.get(), self))
+        try:
+            yield
+        finally:
+            # Left in another context, ``closed`` keeps it from being current there.
+            with suppress(ValueError):
+                _EPISODES.reset(token)
+
+
+def current_episode(core: Core) -> LiveEpisode | None:
+    """The innermost open episode of this recorder in the current context."""
+    for episode in reversed(_EPISODES.get()):
+        if episode.core is core and not episode.closed:
+            return episode
+    return None
+
+
+def describe_error(error: BaseException) -> str:
+    """``ValueError: what was wrong``, in at most 500 characters."""
+    text = str(error)
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:500]
+
+
+def give_reward(
+    core: Core,
+    episode_id: str,
+    value: Any,
+    *,
+    agent: str | None,
+    turn_id: str | None,
+    source: str,
+) -> None:
+    """Log a reward. Only a real number (or bool, or ``None``: not scored) counts.
+
+    Raises:
+        RewardError: for any other value, when strict; it is logged as refused first.
+    """
+    event = RewardEvent(
+        time=core.clock(),
+        episode_id=episode_id,
+        value=_plain_number(value),
+        agent=agent,
+        turn_id=turn_id,
+        source=source,
+    )
+    core.emit(event)
+    if event.refused is not None:
+        message = (
+            f"reward of episode {episode_id!r} refused: {event.refused};"
+            " give a finite number, a bool, or None for not scored"
+        )
+        if core.safety.strict:
+            raise RewardError(message)
+        core.safety.warn_once("reward", message)
+
+
+def _plain_number(value: Any) -> Any:
+    """Scalars of numpy and torch as Python numbers; everything else unchanged."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "shape", None) in ((), None):
+        try:
+            return item()
+        except Exception:
+            return value
+    return value

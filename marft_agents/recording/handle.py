@@ -1,0 +1,108 @@
+"""What an application holds of an episode.
+
+Invariant: an ``EpisodeHandle`` stays valid after the end: rewards may come any time later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from marft_agents.recording.core import Core
+from marft_agents.recording.episode import LiveEpisode, current_episode
+from marft_agents.schema import EndReason
+
+
+class EpisodeHandle:
+    """One episode, as the application sees it."""
+
+    def __init__(self, live: LiveEpisode) -> None:
+        self._live = live
+
+    @property
+    def id(self) -> str:
+        """The episode's id, for ``recorder.reward(id, …)`` now or in another process."""
+        return self._live.id
+
+    def reward(
+        self,
+        value: float | None,
+        *,
+        agent: str | None = None,
+        turn_id: str | None = None,
+        source: str = "app",
+    ) -> None:
+        """Score the episode, one agent, or one turn; the latest per source counts."""
+        self._live.reward(value, agent, turn_id, source)
+
+    def end(self, reason: EndReason, detail: str | None = None) -> None:
+        """Decide how the episode ends, instead of what the runtime will report.
+
+        A message limit counts as ``truncated``. Where the limit is the designed end (a round robin
+        of exactly one round), say ``end("terminated")``.
+        """
+        self._live.decide(reason, detail)
+
+    def turns(self, agent: str | None = None) -> tuple[str, ...]:
+        """Turn ids finished so far, in order of completion."""
+        return self._live.turn_ids(agent)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Make this the current episode in another thread, which does not inherit it."""
+        return self._live.active()
+
+    def __repr__(self) -> str:
+        return f"EpisodeHandle(id={self.id!r})"
+
+
+class EpisodeContext:
+    """``with`` and ``async with`` around one episode; both yield an ``EpisodeHandle``."""
+
+    def __init__(
+        self,
+        core: Core,
+        task: Any,
+        episode_id: str | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        self._core = core
+        self._task = task
+        self._id = episode_id
+        self._metadata = metadata
+        self._live: LiveEpisode | None = None
+        self._active: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> EpisodeHandle:
+        core = self._core
+        parent = current_episode(core)
+        self._live = LiveEpisode(core, self._id or core.ids(), parent.id if parent else None)
+        with core.safety.guard("log the start of an episode"):
+            self._live.start(self._task, self._metadata, None)
+        self._active = self._live.active()
+        self._active.__enter__()
+        return EpisodeHandle(self._live)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._active is not None:
+            self._active.__exit__(None, None, None)
+        if self._live is not None:
+            with self._core.safety.guard("log the end of an episode"):
+                self._live.end(error)
+
+    async def __aenter__(self) -> EpisodeHandle:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)

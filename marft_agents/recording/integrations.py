@@ -1,0 +1,56 @@
+"""Finding the integration for an object.
+
+Invariant: integrations are entry points, loaded at first need, one by one; a broken one is
+remembered for the error message and never disturbs another.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, cast
+
+from marft_agents.errors import IntegrationError
+
+GROUP = "marft_agents.integrations"
+
+
+class Integration(Protocol):
+    """A module that knows one runtime."""
+
+    def matches(self, obj: Any) -> bool:
+        """Whether ``obj`` is from this runtime; must not import it."""
+        ...
+
+    def wrap(self, obj: Any, recorder: Any, **options: Any) -> Any:
+        """Record ``obj`` from now on; returns the same object."""
+        ...
+
+
+def find_integration(obj: Any) -> Integration:
+    """The integration for ``obj``.
+
+    Raises:
+        IntegrationError: no installed integration knows it.
+    """
+    broken: list[str] = []
+    names: list[str] = []
+    for point in installed():
+        names.append(point.name)
+        try:
+            module = cast("Integration", point.load())
+            if module.matches(obj):
+                return module
+        except Exception as error:
+            broken.append(f"{point.name} ({type(error).__name__}: {error})")
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    supported = ", ".join(names) or "none installed"
+    hint = f"; broken integrations: {', '.join(broken)}" if broken else ""
+    raise IntegrationError(
+        f"cannot record an object of type {kind}; supported runtimes: {supported}{hint}."
+        " For code on the openai SDK use recorder.attach_client(client, agent=...)"
+    )
+
+
+def installed() -> list[EntryPoint]:
+    """Entry points of the group, in a fixed order."""
+    return sorted(entry_points(group=GROUP), key=lambda point: point.name)

@@ -1,0 +1,161 @@
+"""``MarftRecorder``: the one object an application holds.
+
+Invariant: what is wrong with how the recorder is set up (an unsupported object, a client used for
+two agents) is raised where it is set up; what goes wrong while the app runs never reaches the app.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from marft_agents.log import LogWriter
+from marft_agents.recording.capture import Claim, capture
+from marft_agents.recording.core import Core, Inject, random_id, utc_now
+from marft_agents.recording.episode import LiveEpisode, current_episode, give_reward
+from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
+from marft_agents.recording.integrations import find_integration
+from marft_agents.recording.safety import Safety
+from marft_agents.recording.sink import EventLog, Sink
+
+_T = TypeVar("_T")
+
+
+class Attachment(Protocol):
+    """Something put onto the app's objects that ``close`` takes off again."""
+
+    def release(self) -> None: ...
+
+
+class MarftRecorder:
+    """Records episodes of multi-agent applications into ``log_dir``.
+
+    Args:
+        log_dir: folder for the log segments; made at the first event.
+        models: agent → model name to send instead of the app's, e.g. ``{"planner": "planner"}``.
+        log: where events go instead of ``log_dir``, e.g. ``marft_agents.testing.InMemoryLog()``.
+        inject: ``auto`` asks each server once whether it takes the extra request fields;
+            ``always`` and ``never`` decide it.
+        raise_errors: whether the recorder's own failures are raised; by default only under pytest.
+        capacity: events that may wait for the disk before new ones are dropped and counted.
+    """
+
+    def __init__(
+        self,
+        log_dir: str | Path = "logs",
+        *,
+        models: Mapping[str, str] | None = None,
+        log: EventLog | None = None,
+        inject: Inject = "auto",
+        raise_errors: bool | None = None,
+        capacity: int = 10_000,
+        clock: Callable[[], datetime] = utc_now,
+        ids: Callable[[], str] = random_id,
+    ) -> None:
+        safety = Safety(raise_errors)
+        sink = Sink(log if log is not None else LogWriter(log_dir), safety, capacity=capacity)
+        self.core = Core(sink, safety, dict(models or {}), inject, clock, ids)
+        """For integrations."""
+        self._attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
+        self._last: LiveEpisode | None = None
+
+    def wrap(self, obj: _T, **options: Any) -> _T:
+        """Record ``obj`` (a team or agent of a supported runtime) from now on; returns ``obj``.
+
+        Works before or after a first run, and again without effect. Each outermost run is an
+        episode, unless it happens inside ``with recorder.episode()``.
+
+        Raises:
+            IntegrationError: no supported runtime.
+            MissingExtraError: the runtime is not fully installed.
+        """
+        find_integration(obj).wrap(obj, self, **options)
+        return obj
+
+    def episode(
+        self,
+        task: Any = None,
+        *,
+        id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> EpisodeContext:
+        """An episode around a ``with`` or ``async with`` block; yields its handle.
+
+        It ends ``failed`` when the block raises, ``truncated`` when a run inside hit a limit, else
+        ``terminated``; ``EpisodeHandle.end`` overrides that.
+        """
+        return EpisodeContext(self.core, task, id, metadata)
+
+    def reward(
+        self,
+        episode_id: str,
+        value: float | None,
+        *,
+        agent: str | None = None,
+        turn_id: str | None = None,
+        source: str = "app",
+    ) -> None:
+        """Score an episode by its id, any time later, from any process."""
+        give_reward(self.core, episode_id, value, agent=agent, turn_id=turn_id, source=source)
+
+    def attach_client(self, client: Any, agent: str) -> None:
+        """Record the chat completions of an openai SDK client as turns of ``agent``.
+
+        Calls outside an episode pass through unrecorded, with one warning.
+
+        Raises:
+            IntegrationError: no openai SDK client.
+            ConfigError: the client already belongs to another agent.
+        """
+        self.capture(client, agent)
+
+    def flush(self, timeout: float | None = 10.0) -> bool:
+        """Wait until the events so far are written; False when that took longer."""
+        return self.core.sink.flush(timeout)
+
+    def close(self) -> None:
+        """Flush, and take the recorder off everything it was put on."""
+        self.core.closed = True
+        for attachment in list(self._attachments):
+            attachment.release()
+        self.core.sink.close()
+
+    def __enter__(self) -> MarftRecorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- for integrations ---------------------------------------------------------------------
+
+    def capture(self, client: Any, agent: str | None = None) -> Claim:
+        """Record HTTP calls of an openai SDK client made inside a ``Call``, or all as ``agent``."""
+        claim = capture(client, self.core, agent)
+        self._attachments.add(claim)
+        return claim
+
+    def keep(self, attachment: Attachment) -> None:
+        """Have ``close`` release ``attachment``; whoever it is put on must hold it."""
+        self._attachments.add(attachment)
+
+    def current(self) -> LiveEpisode | None:
+        """The episode that the current context is in."""
+        return current_episode(self.core)
+
+    def open_episode(self, task: Any, runtime: str) -> LiveEpisode:
+        """Start an episode that the integration ends with ``LiveEpisode.end``."""
+        episode = LiveEpisode(self.core, self.core.ids())
+        episode.start(task, None, runtime)
+        return episode
+
+
+__all__ = ["EpisodeHandle", "MarftRecorder"]

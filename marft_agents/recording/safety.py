@@ -1,0 +1,64 @@
+"""The recorder's own failures: logged once, never the app's problem; under pytest, raised.
+
+Invariant: whatever goes wrong inside ``guard`` ends there, unless the recorder is strict.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("marft_agents.recording")
+
+
+class Safety:
+    """``raise_errors`` None: strict exactly while a pytest test is running."""
+
+    def __init__(self, raise_errors: bool | None = None) -> None:
+        self._raise_errors = raise_errors
+        self._said: set[Hashable] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def strict(self) -> bool:
+        if self._raise_errors is None:
+            return "PYTEST_CURRENT_TEST" in os.environ
+        return self._raise_errors
+
+    def warn_once(self, key: Hashable, message: str) -> None:
+        """Log a warning, the first time only for each ``key``."""
+        if self._first(key):
+            logger.warning("%s", message)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """A bug or a refusal in the recorder: raised when strict, else logged once."""
+        if self.strict:
+            raise error
+        if self._first((what, type(error))):
+            logger.error("marft-agents could not %s; the app goes on", what, exc_info=error)
+
+    @contextmanager
+    def guard(self, what: str) -> Generator[None]:
+        """Keep an exception of the recorder away from the app."""
+        try:
+            yield
+        except Exception as error:
+            self.failed(what, error)
+
+    def attempt(self, what: str, action: Callable[[], _T]) -> _T | None:
+        """``action()``, or ``None`` where the recorder failed."""
+        with self.guard(what):
+            return action()
+        return None
+
+    def _first(self, key: Hashable) -> bool:
+        with self._lock:
+            new = key not in self._said
+            self._said.add(key)
+            return new

@@ -1,0 +1,119 @@
+"""Which servers take the request fields that token fidelity needs.
+
+Invariant: a server is asked (``GET {base}/models``) through the app's own HTTP client, so that its
+proxy, certificates and transport hold; it has one second, once. Only an owner known to accept
+unknown fields counts as yes: others answer 400 to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+ACCEPTING_OWNERS = frozenset({"vllm", "marft"})
+TIMEOUT_S = 1.0
+_QUICK_S = 0.2
+_RETRY_QUICK_S = 5.0
+_RETRY_SLOW_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one base URL."""
+
+    accepts: bool
+    reason: str
+    retry_at: float | None = None
+    """``time.monotonic()`` after which to ask again; ``None``: settled."""
+
+
+class KnownServers:
+    """Verdict per base URL, for one recorder."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, Verdict] = {}
+
+    def known(self, base_url: str) -> Verdict | None:
+        """The verdict that still holds, if any."""
+        verdict = self._verdicts.get(base_url)
+        if verdict is None or verdict.retry_at is None or time.monotonic() < verdict.retry_at:
+            return verdict
+        return None
+
+    def ask(self, base_url: str, request: Any, send: Callable[[Any], Any]) -> Verdict:
+        """Ask over a blocking client. ``request`` is the app's, for its headers."""
+        started = time.monotonic()
+        try:
+            verdict = _judge(base_url, send(_question(base_url, request)))
+        except Exception as error:
+            verdict = _unreachable(base_url, error, started)
+        self._verdicts[base_url] = verdict
+        return verdict
+
+    async def ask_async(
+        self, base_url: str, request: Any, send: Callable[[Any], Awaitable[Any]]
+    ) -> Verdict:
+        """Ask over an async client, without blocking its event loop."""
+        started = time.monotonic()
+        try:
+            answer = send(_question(base_url, request))
+            if _on_asyncio():
+                response = await asyncio.wait_for(_awaited(answer), TIMEOUT_S)
+            else:
+                response = await answer
+            verdict = _judge(base_url, response)
+        except Exception as error:
+            verdict = _unreachable(base_url, error, started)
+        self._verdicts[base_url] = verdict
+        return verdict
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _on_asyncio() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _question(base_url: str, request: Any) -> Any:
+    """``GET models`` with the app's credentials, in the app's own request type."""
+    headers = [
+        (name, value)
+        for name, value in request.headers.raw
+        if not name.lower().startswith((b"content-", b"x-stainless-", b"accept"))
+    ]
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT_S)
+    return type(request)(
+        "GET", f"{base_url}/models", headers=headers, extensions={"timeout": limits}
+    )
+
+
+def _judge(base_url: str, response: Any) -> Verdict:
+    asked = f"GET {base_url}/models"
+    if response.status_code != 200:
+        retry_at = time.monotonic() + _RETRY_QUICK_S
+        return Verdict(False, f"{asked} answered {response.status_code}", retry_at)
+    listing = response.json()
+    owners: set[str] = set()
+    if isinstance(listing, dict):
+        for model in cast("dict[str, Any]", listing).get("data") or ():
+            owners.add(str(model.get("owned_by")))
+    if owners & ACCEPTING_OWNERS:
+        return Verdict(True, f"{asked} names {sorted(owners & ACCEPTING_OWNERS)[0]}")
+    return Verdict(False, f"{asked} names the owners {sorted(owners)}, not vllm or marft")
+
+
+def _unreachable(base_url: str, error: Exception, started: float) -> Verdict:
+    now = time.monotonic()
+    wait = _RETRY_QUICK_S if now - started < _QUICK_S else _RETRY_SLOW_S
+    return Verdict(
+        False, f"GET {base_url}/models failed ({type(error).__name__}: {error})", now + wait
+    )
