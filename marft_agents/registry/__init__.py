@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from marft_agents.registry.audit import current_user
 from marft_agents.registry.base import describe_base, module_shapes, resolve_model_dir
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import AdapterFacts, inspect_adapter, read_adapter_config
@@ -25,6 +26,7 @@ __all__ = [
     "AdapterFacts",
     "Registry",
     "allowed_max_rank",
+    "current_user",
     "describe_base",
     "highest_rank",
     "inspect_adapter",

@@ -18,7 +18,8 @@ from marft_agents.registry import durable
 Action = Literal["publish", "promote", "rollback"]
 
 
-def _user() -> str:
+def current_user() -> str:
+    """Who runs this process, for the trail."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container without a passwd entry
@@ -44,7 +45,7 @@ class AuditLog:
         """Note that ``agent`` went from version ``origin`` to ``version``."""
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "who": by or _user(),
+            "who": by or current_user(),
             "action": action,
             "agent": agent,
             "from": origin,

@@ -1,0 +1,114 @@
+"""``marft-agents serve``: the current adapters of every agent behind one address."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from marft_agents.errors import ConfigError
+from marft_agents.registry import ALLOWED_MAX_RANKS
+from marft_agents.serving.commands import EngineKind
+from marft_agents.serving.plan import ServeSettings
+from marft_agents.serving.probe import TOLERANCE
+from marft_agents.serving.server import serve
+
+
+def _names(value: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (value or "").split(",") if name.strip())
+
+
+def _key_from(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"the environment variable {variable!r} is empty; put the API key there")
+    return key
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    click.echo(line)
+
+
+@click.command(name="serve")
+@click.argument("adapters", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--model", required=True, help="Base model: a folder or a hub id.")
+@click.option("--agents", metavar="NAMES", help="Agents to begin with, comma-separated.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "local"]),
+    default="vllm",
+    show_default=True,
+    help="vLLM, or this package's own engine on transformers.",
+)
+@click.option("--engine-python", metavar="PATH", help="Python interpreter that has the engine.")
+@click.option(
+    "--engine-arg", "engine_args", multiple=True, help="Passed on to the engine; repeatable."
+)
+@click.option("--server", metavar="URL", help="Use an engine that runs already.")
+@click.option("--server-key-env", metavar="NAME", help="Variable with that engine's API key.")
+@click.option(
+    "--logprobs-mode",
+    type=click.Choice(["processed_logprobs", "raw_logprobs"]),
+    help="What the engine at --server was started with.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--api-key-env", metavar="NAME", help="Variable with the key clients must send.")
+@click.option(
+    "--max-lora-rank",
+    type=int,
+    default=16,
+    show_default=True,
+    help=f"Highest rank served: {' '.join(map(str, ALLOWED_MAX_RANKS))}.",
+)
+@click.option("--target-modules", metavar="NAMES", help="Modules the engine prepares for adapters.")
+@click.option("--max-model-len", type=click.IntRange(min=1), help="Context length in tokens.")
+@click.option(
+    "--probe-tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=TOLERANCE,
+    show_default=True,
+    help="Largest difference to the trainer's log-probabilities; more for half precision.",
+)
+@click.option(
+    "--start-timeout", type=float, default=600.0, show_default=True, help="Seconds for the engine."
+)
+def command(**options: Any) -> None:
+    """Serve every agent in ADAPTERS by its name, each from its current adapter version.
+
+    Applications use the printed base_url with model = the agent's name. Agents named with --agents
+    that have no adapter yet get an untrained one.
+    """
+    settings = ServeSettings(
+        adapters=options["adapters"],
+        model=options["model"],
+        agents=_names(options["agents"]),
+        engine=cast("EngineKind", options["engine"]),
+        engine_python=options["engine_python"],
+        engine_args=options["engine_args"],
+        server=options["server"],
+        server_api_key=_key_from(options["server_key_env"]),
+        host=options["host"],
+        port=options["port"],
+        api_key=_key_from(options["api_key_env"]),
+        max_lora_rank=options["max_lora_rank"],
+        max_model_len=options["max_model_len"],
+        target_modules=_names(options["target_modules"]),
+        logprobs_mode=options["logprobs_mode"],
+        probe_tolerance=options["probe_tolerance"],
+        start_timeout_s=options["start_timeout"],
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        serve(settings, _say)
+    except KeyboardInterrupt:
+        _say("stopped")

@@ -1,0 +1,207 @@
+"""Talk to one engine: models, adapters, log-probabilities of given tokens.
+
+Invariant: every call ends within its limit and may be repeated. ``load`` returns only when the
+engine lists the adapter under that name from that very folder; it never replaces one in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import httpx
+
+from marft_agents.errors import ServerError
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object
+
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One entry of ``/v1/models``; ``parent`` is None for the base."""
+
+    name: str
+    root: str | None
+    parent: str | None
+
+
+def root_url(url: str) -> str:
+    """``http://host:port`` for an address given with or without ``/v1``."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class EngineClient:
+    """Synchronous client of the engine's own API; ``url`` with or without ``/v1``."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        load_timeout_s: float = 60.0,
+    ) -> None:
+        self.url = root_url(url)
+        self.timeout_s = timeout_s
+        self.load_timeout_s = load_timeout_s
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(headers=headers, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = None
+    ) -> httpx.Response:
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        return call(self._http, method, f"{self.url}{path}", body=body, timeout_s=limit)
+
+    def health(self, timeout_s: float = 5.0) -> None:
+        """Return when the engine says it is well.
+
+        Raises:
+            ServerError: when it does not, or does not answer.
+        """
+        self._call("GET", "/health", timeout_s=timeout_s)
+
+    def models(self) -> list[ServedModel]:
+        """What the engine lists: the base and every adapter it knows."""
+        data = json_object(self._call("GET", "/v1/models")).get("data")
+        if not isinstance(data, list):
+            raise ServerError(f"{self.url}/v1/models has no list under 'data'")
+        entries = cast("list[dict[str, Any]]", data)
+        return [ServedModel(str(e.get("id")), e.get("root"), e.get("parent")) for e in entries]
+
+    def base_name(self) -> str:
+        """The name under which the engine serves the bare base model."""
+        for model in self.models():
+            if model.parent is None:
+                return model.name
+        raise ServerError(f"{self.url}/v1/models lists no base model")
+
+    def has_loaded(self, name: str, path: Path) -> bool:
+        """Whether the engine lists ``name`` from the folder ``path``."""
+        return any(
+            m.name == name and (m.root is None or Path(m.root) == path) for m in self.models()
+        )
+
+    def load(self, name: str, path: str | Path) -> None:
+        """Load the adapter folder ``path`` under ``name``; a repeated call changes nothing.
+
+        Raises:
+            ServerError: when the engine refuses, does not answer in time, or has another folder
+                under this name.
+        """
+        folder = Path(path).absolute()
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            self._call("POST", "/v1/load_lora_adapter", body, self.load_timeout_s)
+        except (AnswerError, NoAnswerError) as error:
+            if isinstance(error, AnswerError) and error.status != 400:
+                raise
+            try:
+                loaded = self.has_loaded(name, folder)
+            except ServerError:
+                raise error from None
+            if not loaded:
+                raise
+        if not self.has_loaded(name, folder):
+            raise ServerError(f"{self.url} accepted {name!r} but does not list it from {folder}")
+
+    def unload(self, name: str) -> None:
+        """Take the adapter ``name`` out; one that is not there is no error."""
+        try:
+            self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except AnswerError as error:
+            if error.status != 404:
+                raise
+
+    def prompt_logprobs(
+        self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]
+    ) -> list[float]:
+        """Log-probabilities (L,) of ``completion_ids`` (L,) after ``prompt_ids`` (P,), at T = 1.
+
+        Raises:
+            ServerError: when the engine fails or leaves one of them out.
+        """
+        body = {
+            "model": model,
+            "prompt": [*prompt_ids, *completion_ids],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = json_object(self._call("POST", "/v1/completions", body))
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
+            pairs = zip(completion_ids, entries, strict=True)
+            return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url}/v1/completions gave no prompt log-probability for every token of"
+                f" {model!r}; is this an engine that knows prompt_logprobs?"
+            ) from error
+
+    def warm_up(self, timeout_s: float = 180.0) -> None:
+        """One short request to the base: the first one after a start is much slower."""
+        body = {
+            "model": self.base_name(),
+            "prompt": [1, 2, 3],
+            "max_tokens": 2,
+            "prompt_logprobs": 0,
+        }
+        self._call("POST", "/v1/completions", body, timeout_s)
+
+    def wait_ready(
+        self,
+        timeout: float,
+        *,
+        still_alive: Callable[[], None] | None = None,
+        progress: Callable[[float], None] | None = None,
+        every_s: float = 5.0,
+    ) -> None:
+        """Wait for ``/health``, then for one warm-up request.
+
+        Args:
+            timeout: seconds for both together.
+            still_alive: raises when waiting makes no sense any more.
+            progress: called with the seconds waited, every ``every_s`` seconds.
+
+        Raises:
+            ServerError: when the engine is not ready in time.
+        """
+        start = time.monotonic()
+        told = start
+        while True:
+            if still_alive is not None:
+                still_alive()
+            try:
+                self.health(timeout_s=2.0)
+                break
+            except ServerError as error:
+                now = time.monotonic()
+                if now - start > timeout:
+                    raise ServerError(
+                        f"{self.url} was not ready within {timeout:g} s ({error})"
+                    ) from error
+                if progress is not None and now - told >= every_s:
+                    progress(now - start)
+                    told = now
+                time.sleep(_POLL_S)
+        self.warm_up(max(1.0, timeout - (time.monotonic() - start)))

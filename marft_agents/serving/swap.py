@@ -1,0 +1,130 @@
+"""Move an agent to another version while requests run.
+
+Invariant: check, load, probe, then move the alias, then write ``CURRENT``; the old version is
+taken out only when its last request has ended. Whatever fails, the agent keeps answering from a
+version that was probed, and the alias and ``CURRENT`` agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from marft_agents.errors import MarftError
+from marft_agents.schema import adapter_slug
+from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.loader import Loader, StepError, step
+from marft_agents.serving.probe import ProbeReport
+
+_log = logging.getLogger(__name__)
+WAIT_FOR_DRAIN_S = 10.0
+
+
+class Swapper:
+    """Swaps of one gateway, one at a time."""
+
+    def __init__(
+        self, loader: Loader, aliases: Aliases, *, wait_for_drain_s: float = WAIT_FOR_DRAIN_S
+    ) -> None:
+        self.loader = loader
+        self.aliases = aliases
+        self._wait_for_drain_s = wait_for_drain_s
+        self._lock = asyncio.Lock()
+        self._retiring: set[asyncio.Task[bool]] = set()
+
+    async def swap(self, agent: str, version: int, *, by: str = "serve") -> dict[str, Any]:
+        """Serve ``version`` for ``agent``; a version that serves already is only probed again.
+
+        Returns:
+            agent, from, to, probe, and whether the old version was unloaded within the wait.
+
+        Raises:
+            StepError: naming the step that failed and what still serves.
+        """
+        slug = adapter_slug(agent)
+        new = Route(slug, version)
+        async with self._lock:
+            before = self.aliases.current(slug)
+            old = Route(slug, before) if before is not None else None
+            try:
+                report = await self._bring_up(new, old)
+                if old != new:
+                    await self._move(new, old, report, by)
+            except StepError as error:
+                still = f"{old.name} still serves" if old else f"{slug} is not served"
+                message = f"swap stopped at {error}; {still}"
+                raise StepError(message, step=error.step, refused=error.refused) from error
+        unloaded = await self._retire(old) if old is not None and old != new else False
+        return {
+            "agent": slug,
+            "from": before,
+            "to": version,
+            "probe": report.as_json(),
+            "unloaded": unloaded,
+        }
+
+    async def restore(self, route: Route) -> bool:
+        """Load a served version again that the engine has lost; False when it has it.
+
+        Raises:
+            MarftError: when the engine cannot be asked, or refuses.
+        """
+        async with self._lock:
+            if await asyncio.to_thread(self.loader.is_loaded, route.agent, route.version):
+                return False
+            await asyncio.to_thread(self.loader.bring_up, route.agent, route.version)
+            _log.warning("the engine had lost %s; it was loaded again", route.name)
+            return True
+
+    async def _bring_up(self, new: Route, old: Route | None) -> ProbeReport:
+        if new == old:
+            # A failed probe must not unload what serves, so this asks without loading.
+            return await asyncio.to_thread(self.loader.probe_again, new.agent, new.version)
+        in_use = self.aliases.in_flight(new) > 0
+        return await asyncio.to_thread(self.loader.bring_up, new.agent, new.version, in_use=in_use)
+
+    async def _move(self, new: Route, old: Route | None, report: ProbeReport, by: str) -> None:
+        self.aliases.point(new)
+        try:
+            with step(new.name, "record"):
+                await asyncio.to_thread(
+                    self.loader.registry.promote,
+                    new.agent,
+                    new.version,
+                    by=by,
+                    evidence={"probe": report.as_json()},
+                )
+        except StepError:
+            if old is not None:
+                self.aliases.point(old)
+            else:
+                self.aliases.forget(new.agent)
+            self._start_retiring(new)
+            raise
+
+    def _start_retiring(self, route: Route) -> asyncio.Task[bool]:
+        self.aliases.retire(route)
+        task = asyncio.create_task(self._unload_when_idle(route))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        return task
+
+    async def _retire(self, old: Route) -> bool:
+        """Whether ``old`` was unloaded within the wait; it is unloaded later otherwise."""
+        task = self._start_retiring(old)
+        done, _ = await asyncio.wait({task}, timeout=self._wait_for_drain_s)
+        return bool(done) and task.result()
+
+    async def _unload_when_idle(self, route: Route) -> bool:
+        await self.aliases.drained(route)
+        async with self._lock:
+            if not self.aliases.is_retired(route):
+                return False  # it was swapped back meanwhile
+            self.aliases.remove(route)
+            try:
+                await asyncio.to_thread(self.loader.unload, route.agent, route.version)
+            except MarftError as error:
+                _log.warning("could not unload %s: %s", route.name, error)
+                return False
+            return True

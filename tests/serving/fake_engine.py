@@ -1,0 +1,295 @@
+"""A scripted engine: the part of vLLM's API that serving uses, with faults on demand.
+
+Its log-probabilities depend on the adapter's folder alone, so a probe can be right or wrong. It
+runs in a thread of the test, or as a process of its own (``python fake_engine.py --port P``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+BASE = "base"
+
+
+def base_logprob(token: int) -> float:
+    return -1.0 - 0.01 * (token % 50)
+
+
+def adapter_effect(folder: Path) -> float:
+    """How far an adapter's log-probabilities lie below the base's."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    return 0.0 if manifest["untrained"] else 0.1 * manifest["version"]
+
+
+@dataclass
+class Faults:
+    """What goes wrong; everything is off at first."""
+
+    hang_loads: bool = False
+    load_status: int = 200
+    load_message: str = "refused"
+    forget_loads: bool = False
+    """Say success, list nothing."""
+    extra_effect: float = 0.0
+    """Answer as another adapter would."""
+    ignore_adapters: bool = False
+    """Answer as the base whatever the model."""
+    generate_status: int = 200
+    unload_status: int = 200
+    unwell: bool = False
+    break_stream_after: int | None = None
+    nan: bool = False
+
+
+@dataclass
+class Seen:
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class FakeEngine:
+    """One engine; ``url`` while it runs."""
+
+    port: int = 0
+    faults: Faults = field(default_factory=Faults)
+    adapters: dict[str, str] = field(default_factory=dict[str, str])
+    seen: list[Seen] = field(default_factory=list[Seen])
+    events: list[str] = field(default_factory=list[str])
+    chunks: int = 4
+    gate: threading.Semaphore | None = None
+    """When set, every chunk of a stream and every whole reply waits for one permit."""
+    release: threading.Event = field(default_factory=threading.Event)
+    """Ends every hang."""
+    gone: threading.Event = field(default_factory=threading.Event)
+    """Set when a client left in the middle of a reply."""
+    started: threading.Event = field(default_factory=threading.Event)
+    """Set when a generation has begun."""
+
+    def start(self) -> Self:
+        engine = self
+
+        class Handler(_Handler):
+            fake = engine
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
+        self._thread.start()
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def restart_empty(self) -> None:
+        """A new engine at the same address: it knows no adapter."""
+        self.adapters.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [s.body for s in self.seen if s.path == path]
+
+    def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
+        effect = self.faults.extra_effect
+        if model != BASE and not self.faults.ignore_adapters:
+            effect += adapter_effect(Path(self.adapters[model]))
+        if self.faults.nan:
+            effect = float("nan")
+        return [base_logprob(token) - effect for token in tokens]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeEngine
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            self.fake.gone.set()
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        kind = "text/plain" if isinstance(body, str) else "application/json"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Request-Id", self.headers.get("X-Request-Id", "none"))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _error(self, status: int, message: str) -> None:
+        self._answer(status, {"error": {"message": message, "type": "x", "code": status}})
+
+    def _note(self, body: dict[str, Any]) -> None:
+        headers = {k.lower(): v for k, v in self.headers.items()}
+        self.fake.seen.append(Seen(self.command, self.path, headers, body))
+
+    def do_GET(self) -> None:
+        self._note({})
+        if self.path == "/health":
+            self._answer(503 if self.fake.faults.unwell else 200, "")
+        elif self.path == "/v1/models":
+            cards = [{"id": BASE, "root": "/models/base", "parent": None}]
+            cards += [
+                {"id": n, "root": p, "parent": BASE} for n, p in dict(self.fake.adapters).items()
+            ]
+            self._answer(200, {"object": "list", "data": cards})
+        else:
+            self._error(404, "no such route")
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body: dict[str, Any] = json.loads(self.rfile.read(length) or b"{}")
+        self._note(body)
+        if self.path == "/v1/load_lora_adapter":
+            self._load(body)
+        elif self.path == "/v1/unload_lora_adapter":
+            self._unload(body["lora_name"])
+        elif self.path in ("/v1/completions", "/v1/chat/completions"):
+            self._generate(body)
+        else:
+            self._error(404, "no such route")
+
+    def _load(self, body: dict[str, Any]) -> None:
+        fake, name, path = self.fake, body["lora_name"], body["lora_path"]
+        if fake.faults.hang_loads:
+            fake.release.wait(30)
+            return
+        if name in fake.adapters:
+            self._error(400, f"The lora adapter '{name}' has already been loaded.")
+        elif not (Path(path) / "adapter_config.json").exists():
+            self._error(404, f"No adapter found for {path}")
+        elif fake.faults.load_status != 200:
+            self._error(fake.faults.load_status, fake.faults.load_message)
+        else:
+            if not fake.faults.forget_loads:
+                fake.adapters[name] = path
+            fake.events.append(f"load {name}")
+            self._answer(200, f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _unload(self, name: str) -> None:
+        if self.fake.faults.unload_status != 200:
+            self._error(self.fake.faults.unload_status, "cannot unload")
+        elif name not in self.fake.adapters:
+            self._error(404, f"The lora adapter '{name}' cannot be found.")
+        else:
+            del self.fake.adapters[name]
+            self.fake.events.append(f"unload {name}")
+            self._answer(200, "removed")
+
+    def _generate(self, body: dict[str, Any]) -> None:
+        fake, model = self.fake, body["model"]
+        if model != BASE and model not in fake.adapters:
+            self._error(404, f"The model `{model}` does not exist.")
+        elif "prompt_logprobs" in body:
+            self._score(body)
+        elif fake.faults.generate_status != 200:
+            self._error(fake.faults.generate_status, "EngineCore encountered an issue")
+        elif body.get("stream"):
+            self._stream(model)
+        else:
+            fake.started.set()
+            if fake.gate is not None:
+                self._wait_or_leave()
+            self._answer(200, self._reply(model))
+
+    def _reply(self, model: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": f'says "model":"{model}"'}
+        return {"id": "chatcmpl-1", "model": model, "choices": [{"index": 0, "message": message}]}
+
+    def _score(self, body: dict[str, Any]) -> None:
+        ids: list[int] = body["prompt"]
+        values = self.fake.logprobs(body["model"], ids)
+        entries = [{str(t): {"logprob": v}} for t, v in zip(ids, values, strict=True)]
+        self._answer(200, {"choices": [{"index": 0, "prompt_logprobs": [None, *entries[1:]]}]})
+
+    def _wait_or_leave(self) -> None:
+        """Wait for the gate, noticing a client that leaves meanwhile."""
+        assert self.fake.gate is not None
+        self.connection.setblocking(False)
+        try:
+            while not self.fake.gate.acquire(timeout=0.01):
+                try:
+                    if self.connection.recv(1) == b"":
+                        raise ConnectionResetError
+                except BlockingIOError:
+                    continue
+        finally:
+            self.connection.setblocking(True)
+
+    def _stream(self, model: str) -> None:
+        fake = self.fake
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for i in range(fake.chunks):
+            if fake.faults.break_stream_after == i:
+                self.connection.close()
+                return
+            if fake.gate is not None:
+                self._wait_or_leave()
+            delta = {"index": 0, "delta": {"content": f"w{i} "}, "token_ids": [i]}
+            chunk = {"id": "chatcmpl-1", "model": model, "choices": [delta]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            self.wfile.flush()
+            fake.started.set()
+        self.wfile.write(b"data: [DONE]\n\n")
+        fake.events.append(f"stream ended {model}")
+        self.close_connection = True
+
+
+def main() -> None:
+    """A process that behaves like an engine's: slow start, dies on request."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--die", action="store_true")
+    arguments, _ = parser.parse_known_args()
+    print("loading weights", flush=True)
+    time.sleep(arguments.delay)
+    if arguments.die:
+        print("torch.OutOfMemoryError: no memory left", flush=True)
+        raise SystemExit(3)
+    FakeEngine(port=arguments.port).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A registry, a scripted engine and a gateway in front of it, for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from marft_agents.registry import Registry, describe_base
+from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe
+from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.client import EngineClient
+from marft_agents.serving.gateway import Gateway, GatewaySettings
+from marft_agents.serving.gateway_client import GatewayClient
+from marft_agents.serving.loader import Limits, Loader
+from marft_agents.serving.swap import Swapper
+from marft_agents.serving.upstream import Upstream
+from tests.registry.bases import make_adapter, make_base
+from tests.serving.fake_engine import FakeEngine, base_logprob
+
+OPERATOR_KEY = "operator-key-of-the-tests-0123456789"
+
+
+def fake_probe(version: int, *, untrained: bool = False) -> Probe:
+    """What a trainer would measure on the scripted engine's model."""
+    tokens = [5, 6, 7]
+    base = [base_logprob(t) for t in tokens]
+    effect = 0.0 if untrained else 0.1 * version
+    return Probe(
+        prompt_token_ids=[1, 2],
+        token_ids=tokens,
+        logprobs=[x - effect for x in base],
+        base_logprobs=base,
+    )
+
+
+@dataclass
+class House:
+    """A registry with one base."""
+
+    root: Path
+    base_dir: Path
+    base: BaseModelInfo
+    registry: Registry
+
+    def publish(
+        self, agent: str, *, untrained: bool = False, probe: Probe | bool = True, **config: Any
+    ) -> AdapterManifest:
+        """The agent's next version; ``probe`` True makes the right one."""
+        version = max(self.registry.versions(agent), default=0) + 1
+        staged = make_adapter(
+            self.root / f"staged-{agent}-{version}", fill=0.0 if untrained else None, config=config
+        )
+        if isinstance(probe, bool):
+            probe_or_none = fake_probe(version, untrained=untrained) if probe else None
+        else:
+            probe_or_none = probe
+        return self.registry.publish(
+            agent, staged, base=self.base, parent=None, untrained=untrained, probe=probe_or_none
+        )
+
+
+def make_house(root: Path) -> House:
+    base_dir = make_base(root / "base-model")
+    return House(root, base_dir, describe_base(base_dir), Registry(root / "adapters"))
+
+
+@dataclass
+class Stage:
+    """Everything running."""
+
+    house: House
+    engine: FakeEngine
+    gateway: Gateway
+    url: str
+    http: httpx.Client
+    dead: list[str] = field(default_factory=list[str])
+    """Put a reason in, and the engine's process counts as gone."""
+
+    @property
+    def operator(self) -> GatewayClient:
+        return GatewayClient(self.url, operator_key=OPERATOR_KEY)
+
+    def chat(self, model: Any = "router", **more: Any) -> httpx.Response:
+        body = {"model": model, "messages": [{"role": "user", "content": "é?"}]} | more
+        return self.http.post(f"{self.url}/v1/chat/completions", json=body)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until it holds; an assertion after 5 s."""
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen within 5 s"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running_app(app: Any) -> Generator[str]:
+    """Serve an ASGI app on a free loopback port."""
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="error",
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline
+        time.sleep(0.002)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@contextlib.contextmanager
+def running_stage(
+    house: House,
+    *,
+    api_key: str | None = None,
+    load_timeout_s: float = 5.0,
+    limits: Limits | None = None,
+    wait_for_drain_s: float = 10.0,
+    read_timeout_s: float = 30.0,
+    max_body: int = 4096,
+) -> Generator[Stage]:
+    """Load what the registry says is current and serve it."""
+    dead: list[str] = []
+    with (
+        FakeEngine() as engine,
+        EngineClient(engine.url, timeout_s=5, load_timeout_s=load_timeout_s) as client,
+    ):
+        loader = Loader(client, house.registry, house.base, limits or Limits(16))
+        loader.take_baseline()
+        aliases = Aliases()
+        for agent in house.registry.agents():
+            version = house.registry.current(agent)
+            assert version is not None
+            loader.bring_up(agent, version)
+            aliases.point(Route(agent, version))
+        upstream = Upstream(
+            engine.url, death=lambda: dead[0] if dead else None, read_timeout_s=read_timeout_s
+        )
+        swapper = Swapper(loader, aliases, wait_for_drain_s=wait_for_drain_s)
+        settings = GatewaySettings(OPERATOR_KEY, api_key=api_key, max_body=max_body)
+        gateway = Gateway(swapper, upstream, settings)
+        with running_app(gateway.app()) as url, httpx.Client(timeout=10) as http:
+            yield Stage(house, engine, gateway, url, http, dead)

@@ -1,0 +1,264 @@
+"""The gateway answers its own routes only, from adapters only, under the names it was asked for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.stage import House, Stage, running_stage
+
+
+def test_alias_version_headers_and_name(quiet_stage: Stage) -> None:
+    answer = quiet_stage.chat("router", temperature=0.5)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["model"] == "router"
+    assert body["choices"][0]["message"]["content"] == 'says "model":"router@v1"'
+    assert answer.headers["X-Marft-Adapter"] == "router@v1"
+    assert answer.headers["X-Marft-Logprobs-Mode"] == "processed_logprobs"
+    assert json.loads(answer.headers["X-Marft-Sampling-Defaults"])["temperature"] == 1.0
+    sent = quiet_stage.engine.bodies("/v1/chat/completions")[-1]
+    assert sent == {
+        "model": "router@v1",
+        "messages": [{"role": "user", "content": "é?"}],
+        "temperature": 0.5,
+    }
+
+
+def test_own_headers_and_keys_stay_on_this_side(quiet_stage: Stage) -> None:
+    headers = {
+        "X-Marft-Episode": "e1",
+        "X-Marft-Agent": "router",
+        "Authorization": "Bearer sk-test",
+        "Cookie": "a=b",
+        "X-Request-Id": "r-7",
+    }
+    body = {"model": "router", "messages": []}
+    answer = quiet_stage.http.post(
+        f"{quiet_stage.url}/v1/chat/completions", json=body, headers=headers
+    )
+    assert answer.headers["X-Request-Id"] == "r-7"
+    sent = quiet_stage.engine.seen[-1].headers
+    assert sent["x-request-id"] == "r-7"
+    assert not [h for h in sent if h.startswith("x-marft") or h in {"authorization", "cookie"}]
+    assert "sk-test" not in json.dumps(sent)
+
+
+@pytest.mark.parametrize("model", ["router@v1", "Router", " router "])
+def test_other_spellings_of_a_served_agent(quiet_stage: Stage, model: str) -> None:
+    answer = quiet_stage.chat(model)
+    assert (answer.status_code, answer.json()["model"]) == (200, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "message"),
+    [
+        ("critic", 404, "no agent 'critic' is served here; use one of the agents: router, writer"),
+        ("router@v2", 404, "no agent 'router@v2'"),
+        ("router@v9", 404, "no agent 'router@v9'"),
+        ("base", 404, "the base model ('base') is not served by itself"),
+        ("base-model", 404, "the base model ('base-model') is not served by itself"),
+        ("../../etc", 404, "no agent"),
+        ("", 400, "names no model"),
+        (None, 400, "names no model"),
+        (["router"], 400, "names no model"),
+    ],
+)
+def test_anything_else_is_refused_and_never_answered_by_the_base(
+    quiet_stage: Stage, model: object, status: int, message: str
+) -> None:
+    before = len(quiet_stage.engine.seen)
+    answer = quiet_stage.chat(model)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert len(quiet_stage.engine.seen) == before
+
+
+def test_models_lists_agents_with_their_version(quiet_stage: Stage) -> None:
+    data = quiet_stage.http.get(f"{quiet_stage.url}/v1/models").json()["data"]
+    assert [(m["id"], m["root"], m["parent"]) for m in data] == [
+        ("router", "router@v1", "base-model"),
+        ("writer", "writer@v1", "base-model"),
+    ]
+
+
+_ENGINE_ROUTES = [
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/adapters"),
+    ("DELETE", "/adapters/router@v1"),
+    ("POST", "/invocations"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/version"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/responses"),
+    ("POST", "/inference/v1/generate"),
+    ("POST", "/sleep"),
+    ("GET", "/v1/models/"),
+    ("GET", "//v1/models"),
+    ("GET", "/"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), _ENGINE_ROUTES)
+def test_no_other_route_exists(quiet_stage: Stage, method: str, path: str) -> None:
+    before = len(quiet_stage.engine.seen)
+    url = httpx.URL(quiet_stage.url).copy_with(raw_path=path.encode())
+    answer = quiet_stage.http.request(
+        method, url, json={"lora_name": "router@v1", "model": "router"}
+    )
+    assert answer.status_code == 404
+    assert "not served here" in answer.json()["error"]["message"]
+    assert len(quiet_stage.engine.seen) == before
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_wrong_methods_are_refused(quiet_stage: Stage, method: str) -> None:
+    answer = quiet_stage.http.request(method, f"{quiet_stage.url}/v1/chat/completions")
+    assert answer.status_code == 405
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 4000])
+def test_bodies_that_are_no_object(quiet_stage: Stage, content: bytes) -> None:
+    answer = quiet_stage.http.post(f"{quiet_stage.url}/v1/chat/completions", content=content)
+    assert answer.status_code == 400
+
+
+def test_large_bodies_are_refused_by_length_and_by_count(quiet_stage: Stage) -> None:
+    url = f"{quiet_stage.url}/v1/chat/completions"
+    assert quiet_stage.http.post(url, content=b"x" * 5000).status_code == 413
+    # Without a length: counted while it arrives.
+    assert quiet_stage.http.post(url, content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413
+    assert quiet_stage.chat().status_code == 200
+
+
+def test_engine_errors_pass_with_their_status(stage: Stage) -> None:
+    stage.engine.faults.generate_status = 400
+    answer = stage.chat()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "EngineCore encountered an issue"
+    assert answer.headers["X-Marft-Adapter"] == "router@v1"
+
+
+def test_health_tells_the_truth(stage: Stage) -> None:
+    def health() -> tuple[int, str]:
+        answer = stage.http.get(f"{stage.url}/health")
+        return answer.status_code, answer.json().get("reason", "")
+
+    assert health() == (200, "")
+    stage.engine.faults.unwell = True
+    assert health() == (503, "the engine says it is not well (status 503)")
+    stage.engine.faults.unwell = False
+    # An engine whose worker died answers /health with 200 and everything else with 500.
+    stage.engine.faults.generate_status = 500
+    for _ in range(3):
+        assert stage.chat().status_code == 500
+    assert health() == (503, "the engine failed the last 3 requests")
+    stage.engine.faults.generate_status = 200
+    assert stage.chat().status_code == 200
+    assert health() == (200, "")
+    stage.dead.append("exit code -9")
+    assert health() == (503, "the engine is gone: exit code -9")
+
+
+def test_a_dead_engine_is_a_clear_503(house: House) -> None:
+    with running_stage(house) as stage:
+        stage.dead.append("the vllm engine ended with code 137")
+        answer = stage.chat()
+        assert answer.status_code == 503
+        assert "ended with code 137" in answer.json()["error"]["message"]
+        stage.dead.clear()
+        stage.engine.stop()
+        answer = stage.chat()
+        assert answer.status_code == 503
+        assert "cannot be reached" in answer.json()["error"]["message"]
+        assert stage.http.get(f"{stage.url}/health").status_code == 503
+        stage.engine.start()
+
+
+def test_a_silent_engine_is_a_504(house: House) -> None:
+    with running_stage(house, read_timeout_s=0.1) as stage:
+        stage.engine.gate = threading.Semaphore(0)
+        answer = stage.chat()
+        assert answer.status_code == 504
+        assert "no answer in time" in answer.json()["error"]["message"]
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+def test_stream_chunks_arrive_one_by_one_with_the_asked_name(stage: Stage) -> None:
+    stage.engine.gate = threading.Semaphore(0)
+    body = {"model": "router", "messages": [], "stream": True}
+    seen: list[dict[str, Any]] = []
+    done = False
+    url = f"{stage.url}/v1/chat/completions"
+    with stage.http.stream("POST", url, json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["X-Marft-Adapter"] == "router@v1"
+        stage.engine.gate.release()
+        lines = answer.iter_lines()
+        for line in lines:
+            if line == "data: [DONE]":
+                done = True
+            elif line.startswith("data: {"):
+                seen.append(json.loads(line.removeprefix("data: ")))
+                # The engine writes the next chunk only after this one was read here.
+                stage.engine.gate.release()
+    assert done
+    assert [c["model"] for c in seen] == ["router"] * 4
+    assert [c["choices"][0]["token_ids"] for c in seen] == [[0], [1], [2], [3]]
+
+
+def test_a_client_that_leaves_a_stream_is_noticed_upstream(stage: Stage) -> None:
+    stage.engine.gate = threading.Semaphore(1)
+    body = {"model": "router", "messages": [], "stream": True}
+    with stage.http.stream("POST", f"{stage.url}/v1/chat/completions", json=body) as answer:
+        next(answer.iter_lines())
+    assert stage.engine.gone.wait(5)
+    stage.wait(lambda: not stage.gateway.aliases.in_flight(stage.gateway.aliases.routes()[0]))
+
+
+def test_a_client_that_leaves_a_plain_call_is_noticed_upstream(stage: Stage) -> None:
+    stage.engine.gate = threading.Semaphore(0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{stage.url}/v1/chat/completions",
+            json={"model": "router", "messages": []},
+            timeout=0.2,
+        )
+    assert stage.engine.gone.wait(5)
+    stage.wait(lambda: not stage.gateway.aliases.in_flight(stage.gateway.aliases.routes()[0]))
+
+
+def test_a_stream_that_the_engine_breaks_ends_with_an_error(stage: Stage) -> None:
+    stage.engine.faults.break_stream_after = 2
+    answer = stage.chat(stream=True)
+    lines = [line for line in answer.text.splitlines() if line]
+    assert len(lines) >= 2
+    assert "[DONE]" not in answer.text
+    stage.wait(lambda: not stage.gateway.aliases.in_flight(stage.gateway.aliases.routes()[0]))
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+
+def test_api_key(house: House) -> None:
+    with running_stage(house, api_key="sk-ä") as stage:
+        url = f"{stage.url}/v1/models"
+        assert stage.http.get(f"{stage.url}/health").status_code == 200
+        assert stage.chat().status_code == 401
+        for value in ("", "Bearer", "Bearer wrong", "Basic sk-ä", "sk-ä"):
+            headers = {b"Authorization": value.encode()}
+            assert stage.http.get(url, headers=headers).status_code == 401
+        assert stage.engine.bodies("/v1/chat/completions") == []
+        good = {b"Authorization": "Bearer sk-ä".encode()}
+        assert stage.http.get(url, headers=good).status_code == 200
