@@ -5,7 +5,9 @@ Invariant: no call waits without a limit, and none goes through a proxy of the e
 
 from __future__ import annotations
 
+import functools
 import json
+import ssl
 from typing import Any, cast
 
 import httpx
@@ -26,6 +28,12 @@ class AnswerError(ServerError):
 
 class NoAnswerError(ServerError):
     """The server was not reached or did not answer in time; it may have acted all the same."""
+
+
+@functools.cache
+def tls() -> ssl.SSLContext:
+    """One context for every client: making one takes longer than a call on loopback."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def error_detail(body: bytes) -> str:

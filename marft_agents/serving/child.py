@@ -15,8 +15,8 @@ from typing import Self
 import httpx
 
 from marft_agents.errors import EngineError, ServerError
-from marft_agents.serving.commands import LOOPBACK
 from marft_agents.serving.calls import call
+from marft_agents.serving.commands import LOOPBACK
 from marft_agents.serving.process import GuardedProcess, Progress, free_port
 
 _POLL_S = 0.2

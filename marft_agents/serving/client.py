@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 import httpx
 
 from marft_agents.errors import ServerError
-from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, tls
 
 _POLL_S = 0.25
 
@@ -50,7 +50,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.load_timeout_s = load_timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(headers=headers, trust_env=False)
+        self._http = httpx.Client(headers=headers, trust_env=False, verify=tls())
 
     def close(self) -> None:
         self._http.close()

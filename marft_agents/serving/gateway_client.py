@@ -12,9 +12,9 @@ from typing import Any, Self
 import httpx
 
 from marft_agents.errors import ServerError, SwapError
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.control import read_operator_key
-from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object
 
 
 class GatewayClient:
@@ -37,7 +37,8 @@ class GatewayClient:
         self.timeout_s = timeout_s
         self.swap_timeout_s = swap_timeout_s
         key = operator_key or read_operator_key(Path(adapters_dir or "adapters"))
-        self._http = httpx.Client(headers={"X-Marft-Operator-Key": key}, trust_env=False)
+        headers = {"X-Marft-Operator-Key": key}
+        self._http = httpx.Client(headers=headers, trust_env=False, verify=tls())
 
     def close(self) -> None:
         self._http.close()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-_GRACE_S = 10.0
+_GRACE_S = float(os.environ.get("MARFT_GUARD_GRACE_S", "10"))
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,7 +46,11 @@ def main(argv: list[str]) -> int:
     # The group's SIGTERM is for the child; the guard stays to report how the child ended.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _ignore)
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    try:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard)
+    except OSError as error:
+        print(f"cannot run {argv[0]}: {error.strerror}", flush=True)
+        return 127
     threading.Thread(target=_watch_parent, args=(child,), daemon=True).start()
     code = child.wait()
     os.killpg(0, signal.SIGTERM)  # what the child left behind; the guard itself ignores it

@@ -7,6 +7,7 @@ the whole group; so does the guard when the parent dies, even by SIGKILL.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -88,6 +89,13 @@ class GuardedProcess:
     @property
     def running(self) -> bool:
         return self._guard is not None and self._guard.poll() is None
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end; ``None`` when it still runs after ``timeout`` seconds."""
+        if self._guard is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(timeout)
+        return self.exit_code
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the log."""

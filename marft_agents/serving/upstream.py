@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from starlette.requests import ClientDisconnect, Request
 
+from marft_agents.serving.calls import tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.refusals import Refusal
 
@@ -52,6 +53,7 @@ class Upstream:
             timeout=httpx.Timeout(read_timeout_s, connect=5.0, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
             trust_env=False,
+            verify=tls(),
         )
 
     async def close(self) -> None:

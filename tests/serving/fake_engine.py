@@ -277,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     """A process that behaves like an engine's: slow start, dies on request."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--die", action="store_true")

@@ -16,6 +16,7 @@ import uvicorn
 from marft_agents.registry import Registry, describe_base
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe
 from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.calls import tls
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.gateway_client import GatewayClient
@@ -81,12 +82,9 @@ class Stage:
     gateway: Gateway
     url: str
     http: httpx.Client
+    operator: GatewayClient
     dead: list[str] = field(default_factory=list[str])
     """Put a reason in, and the engine's process counts as gone."""
-
-    @property
-    def operator(self) -> GatewayClient:
-        return GatewayClient(self.url, operator_key=OPERATOR_KEY)
 
     def chat(self, model: Any = "router", **more: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "é?"}]} | more
@@ -157,5 +155,9 @@ def running_stage(
         swapper = Swapper(loader, aliases, wait_for_drain_s=wait_for_drain_s)
         settings = GatewaySettings(OPERATOR_KEY, api_key=api_key, max_body=max_body)
         gateway = Gateway(swapper, upstream, settings)
-        with running_app(gateway.app()) as url, httpx.Client(timeout=10) as http:
-            yield Stage(house, engine, gateway, url, http, dead)
+        with (
+            running_app(gateway.app()) as url,
+            httpx.Client(timeout=10, verify=tls()) as http,
+            GatewayClient(url, operator_key=OPERATOR_KEY) as operator,
+        ):
+            yield Stage(house, engine, gateway, url, http, operator, dead)

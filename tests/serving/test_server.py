@@ -1,0 +1,142 @@
+"""``serve`` as users run it: a process with a scripted engine as its child."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from marft_agents.errors import EngineError
+from marft_agents.serving import GatewayClient, ServerProcess
+from tests.serving import fake_engine
+from tests.serving.stage import House
+
+
+def fake_python(folder: Path) -> str:
+    """An "interpreter" that runs the scripted engine whatever module it is asked for."""
+    script = folder / "engine-python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_engine.__file__} "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@contextmanager
+def _server(house: House, *extra: str, agents: tuple[str, ...] = ()) -> Generator[ServerProcess]:
+    arguments = ["--engine", "local", "--engine-python", fake_python(house.root), *extra]
+    with ServerProcess(
+        house.registry.root,
+        model=house.base_dir,
+        agents=agents,
+        extra=arguments,
+        start_timeout_s=30,
+    ) as server:
+        yield server
+
+
+def _engine_pid(house: House) -> int:
+    """The scripted engine's process: the one that has its log open."""
+    log = str(house.registry.root / ".engine.log")
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            if os.readlink(entry / "fd" / "1") == log and b"guard.py" not in b" ".join(command):
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError("no engine process found")
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def _chat(server: ServerProcess, model: str) -> httpx.Response:
+    body = {"model": model, "messages": []}
+    return httpx.post(f"{server.base_url}/chat/completions", json=body, timeout=10)
+
+
+def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
+    root = house.registry.root
+    with _server(house, agents=("Editor", "router")) as server:
+        assert _chat(server, "router").headers["X-Marft-Adapter"] == "router@v1"
+        # An agent without an adapter got an untrained one.
+        assert house.registry.manifest("editor", 1).untrained
+        assert _chat(server, "editor").status_code == 200
+        assert stat.S_IMODE((root / ".operator-key").stat().st_mode) == 0o600
+        with GatewayClient(server.base_url, adapters_dir=root) as operator:
+            assert operator.swap("router", 2)["to"] == 2
+            assert operator.state()["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+        assert house.registry.current("router") == 2
+        pid = _engine_pid(house)
+    assert _gone(pid)
+    output = server.log.read_text()
+    for part in ("published editor@v1", "loaded router@v1", "ready: base_url", "stopped"):
+        assert part in output
+    assert f"{server.base_url}," in output
+    assert "Traceback" not in output
+
+
+def test_an_engine_that_is_killed_is_told_to_clients_and_to_the_operator(house: House) -> None:
+    with _server(house) as server:
+        os.kill(_engine_pid(house), signal.SIGKILL)
+        _until(lambda: _chat(server, "router").status_code == 503, "no 503 after the engine's end")
+        message = _chat(server, "router").json()["error"]["message"]
+        assert "ended with code 137" in message and ".engine.log" in message
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        _until(lambda: "the engine is gone" in server.log.read_text(), "serve said nothing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_engine_does_not_outlive_a_killed_serve(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARFT_GUARD_GRACE_S", "0.2")
+    with _server(house) as server:
+        pid = _engine_pid(house)
+        for entry in Path("/proc").glob("[0-9]*"):
+            command = (entry / "cmdline").read_bytes().split(b"\0") if entry.exists() else []
+            ours = b"serve" in command and str(server.port).encode() in command
+            if ours and b"guard.py" not in b" ".join(command):
+                os.kill(int(entry.name), signal.SIGKILL)
+        _until(lambda: _gone(pid), "the engine outlived serve")
+
+
+def test_an_engine_that_does_not_start(house: House) -> None:
+    with pytest.raises(EngineError) as caught, _server(house, "--engine-arg=--die"):
+        pass
+    message = str(caught.value)
+    assert "marft-agents serve ended with code 2" in message
+    assert "the local engine ended with code 3" in message
+    assert "OutOfMemoryError: no memory left" in message
+    assert "Traceback" not in message
+
+
+def test_an_engine_that_runs_elsewhere(house: House) -> None:
+    with fake_engine.FakeEngine() as engine:
+        with _server(house, "--server", engine.url) as server:
+            answer = _chat(server, "router")
+            assert answer.status_code == 200
+            # What that engine was started with is not known here.
+            assert "X-Marft-Logprobs-Mode" not in answer.headers
+            assert "X-Marft-Sampling-Defaults" not in answer.headers
+        with _server(house, "--server", engine.url, "--logprobs-mode", "raw_logprobs") as server:
+            assert _chat(server, "router").headers["X-Marft-Logprobs-Mode"] == "raw_logprobs"
+        assert engine.events[:2] == ["load router@v1", "load writer@v1"]
