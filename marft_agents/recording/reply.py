@@ -145,13 +145,15 @@ class StreamReader:
             choice = self.reply.choice(_index(raw, position))
             choice.read_tokens(raw)
             delta = _mapping(raw.get("delta"))
-            if isinstance(delta.get("content"), str):
-                choice.text = (choice.text or "") + delta["content"]
+            content = delta.get("content")
+            if isinstance(content, str) and (content or not choice.tool_calls):
+                choice.text = (choice.text or "") + content
             for call in _mappings(delta.get("tool_calls")):
                 _merge_call(choice, call)
 
 
 def _merge_call(choice: Choice, delta: Mapping[str, Any]) -> None:
+    choice.text = choice.text or None  # streams open with an empty text where replies have none
     calls = choice.tool_calls = choice.tool_calls if choice.tool_calls is not None else []
     index = _index(delta, max(len(calls) - 1, 0))
     while len(calls) <= index:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autogen_agentchat.base import TaskResult, Team
+from autogen_agentchat.base import ChatAgent, TaskResult, Team
 from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 
@@ -22,7 +22,8 @@ class TestRoundRobin(IntegrationContract):
 
 class TestSelector(IntegrationContract):
     def make_team(self, server_url: str, *, stream: bool) -> Team:
-        members = [agent(n, server_url, stream=stream) for n in ("planner", "coder", "critic")]
+        names = ("planner", "coder", "critic")
+        members: list[ChatAgent | Team] = [agent(n, server_url, stream=stream) for n in names]
         return SelectorGroupChat(
             members,
             model("selector", server_url),

@@ -1,0 +1,93 @@
+"""Anything becomes JSON; payloads become hash and size."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from marft_agents.recording.clean import jsonable, stored_messages
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+class Thing(BaseModel):
+    when: date
+    where: Path
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no text of mine")
+
+
+def test_foreign_objects_become_text() -> None:
+    given: Any = {
+        "model": Thing(when=date(2026, 1, 2), where=Path("/a")),
+        "class": Thing,
+        1: {"x"},
+        "tuple": (1, 2.5, None, True),
+        "enum": Colour.RED,
+        "hostile": Hostile(),
+    }
+    out = jsonable(given)
+    json.dumps(out)
+    assert out["model"] == {"when": "2026-01-02", "where": "/a"}
+    assert out["1"] == ["x"] and out["tuple"] == [1, 2.5, None, True]
+    assert out["enum"] == "red" and out["hostile"] == "<Hostile>"
+
+
+def test_a_structure_that_holds_itself_ends() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    json.dumps(jsonable(loop))
+
+
+def test_the_copy_is_independent() -> None:
+    given = {"a": [1]}
+    out = jsonable(given)
+    given["a"].append(2)
+    assert out == {"a": [1]}
+
+
+def test_text_is_verbatim_even_when_it_looks_like_data() -> None:
+    messages = [
+        {"role": "user", "content": "data:image/png;base64,aGk="},
+        {"role": "user", "content": [{"type": "text", "text": "A" * 600}]},
+        {"role": "user", "content": "half a pair \ud83d"},
+    ]
+    assert stored_messages(messages) == messages
+
+
+def test_payloads_of_any_part_type_are_hashed() -> None:
+    raw = bytes(range(256)) * 4
+    encoded = base64.b64encode(raw).decode()
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}},
+        {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{encoded}"}},
+        {"type": "image_url", "image_url": {"url": "https://example.invalid/cat.png"}},
+        "loose",
+        7,
+    ]
+    (message,) = stored_messages([{"role": "user", "content": parts}])
+    want = {"sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
+    audio, file, url, *rest = message["content"]
+    assert audio == {"type": "input_audio", "input_audio": {"data": want, "format": "wav"}}
+    assert file["file"] == {"file_data": want}
+    assert url == parts[2] and rest == ["loose", 7]
+
+
+def test_odd_messages_are_kept_as_they_can() -> None:
+    assert stored_messages("no list") == []
+    assert stored_messages(["x"]) == [{"role": "unknown", "content": "x"}]
+    assert (
+        stored_messages([{"content": {"type": "text", "text": "a"}}])[0]["content"]["text"] == "a"
+    )

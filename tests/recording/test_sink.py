@@ -1,0 +1,193 @@
+"""Between the app and the disk: never waits, counts what it loses, leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from marft_agents.log import LogReader
+from marft_agents.recording import MarftRecorder
+from marft_agents.recording.safety import Safety
+from marft_agents.recording.sink import Sink
+from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, HumanEvent
+from marft_agents.testing import BrokenLog, InMemoryLog
+
+
+class GatedLog(InMemoryLog):
+    """A disk that hangs until told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing = threading.Event()
+        self.gate = threading.Event()
+
+    def write(self, event: Event) -> None:
+        self.writing.set()
+        self.gate.wait()
+        super().write(event)
+
+
+def _human(text: str = "") -> HumanEvent:
+    return HumanEvent(episode_id="e", text=text)
+
+
+def test_events_are_written_in_order() -> None:
+    log = InMemoryLog()
+    sink = Sink(log, Safety())
+    for i in range(50):
+        sink.put(_human(str(i)))
+    assert sink.flush(5)
+    assert [e.text for e in log.of(HumanEvent)] == [str(i) for i in range(50)]
+    assert sink.close() and log.closed
+
+
+def test_a_disk_that_hangs_costs_the_newest_events_and_never_the_app(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = GatedLog()
+    sink = Sink(log, Safety(), capacity=2)
+    sink.put(_human("0"))
+    log.writing.wait()
+    with caplog.at_level(logging.WARNING):
+        for text in ("1", "2", "lost", "lost"):
+            sink.put(_human(text))
+        sink.put(EpisodeEnded(episode_id="e"))
+    assert not sink.flush(0)
+    log.gate.set()
+    assert sink.close()
+    assert [e.text for e in log.of(HumanEvent)] == ["0", "1", "2"]
+    assert log.of(EpisodeEnded)[0].dropped_events == 2
+    (record,) = caplog.records
+    assert "drops events" in record.getMessage()
+
+
+def test_a_full_disk_is_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class FullOnce(InMemoryLog):
+        full = True
+
+        def write(self, event: Event) -> None:
+            if self.full:
+                BrokenLog().write(event)
+            super().write(event)
+
+    log = FullOnce()
+    with (
+        caplog.at_level(logging.WARNING),
+        MarftRecorder(log=log) as recorder,
+        recorder.episode(id="e") as episode,
+    ):
+        episode.reward(1.0)
+        assert recorder.flush()
+        log.full = False
+    (record,) = caplog.records
+    assert "No space left on device" in record.getMessage()
+    (ended,) = log.events
+    assert isinstance(ended, EpisodeEnded) and ended.dropped_events == 2
+
+
+def test_after_close_events_are_dropped_without_harm(caplog: pytest.LogCaptureFixture) -> None:
+    log = InMemoryLog()
+    recorder = MarftRecorder(log=log)
+    recorder.close()
+    recorder.close()
+    with caplog.at_level(logging.WARNING), recorder.episode():
+        pass
+    assert log.events == [] and "is closed" in caplog.text
+
+
+def test_a_fork_writes_its_own_events_only(tmp_path: Path) -> None:
+    log = GatedLog()
+    sink = Sink(log, Safety())
+    sink.put(_human("parent, being written"))
+    sink.put(_human("parent, queued"))
+    log.writing.wait()
+    with MarftRecorder(tmp_path) as recorder:
+        child = os.fork()
+        if child == 0:
+            failed = True
+            try:
+                with recorder.episode(id="child"):
+                    pass
+                log.gate.set()
+                sink.put(_human("child"))
+                assert recorder.flush(5) and sink.flush(5)
+                failed = [e.text for e in log.of(HumanEvent)] != ["child"]
+            finally:
+                os._exit(int(failed))
+        with recorder.episode(id="parent"):
+            pass
+        assert os.waitpid(child, 0)[1] == 0
+    log.gate.set()
+    assert sink.close()
+    assert [e.text for e in log.of(HumanEvent)] == ["parent, being written", "parent, queued"]
+    episodes = {e.episode_id: e for e in LogReader(tmp_path).episodes()}
+    assert episodes.keys() == {"parent", "child"}
+    assert all(e.started and e.ended for e in episodes.values())
+
+
+def _work(folder: str) -> None:
+    with MarftRecorder(folder).episode(id="worker"):
+        pass
+
+
+def test_a_multiprocessing_worker_flushes_at_its_end(tmp_path: Path) -> None:
+    worker = multiprocessing.get_context("spawn").Process(target=_work, args=(str(tmp_path),))
+    worker.start()
+    worker.join()
+    (episode,) = LogReader(tmp_path).episodes()
+    assert episode.ended is not None
+
+
+def _script(folder: Path, ending: str) -> subprocess.CompletedProcess[str]:
+    code = f"""
+import os, signal
+from marft_agents import MarftRecorder
+recorder = MarftRecorder({str(folder)!r})
+with recorder.episode(id="e") as episode:
+    episode.reward(1.0)
+{ending}
+"""
+    run = subprocess.run
+    return run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("raise SystemExit(3)", 3),
+        ("recorder.flush(); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+    ids=["normal exit", "sys.exit", "kill -9 after flush"],
+)
+def test_what_is_acknowledged_is_on_disk_however_the_process_ends(
+    tmp_path: Path, ending: str, code: int
+) -> None:
+    assert _script(tmp_path, ending).returncode == code
+    (episode,) = LogReader(tmp_path).episodes()
+    assert episode.started and episode.ended and episode.team_reward == 1.0
+
+
+def test_concurrent_puts_lose_nothing() -> None:
+    log = InMemoryLog()
+    sink = Sink(log, Safety())
+
+    def many(put: Callable[[Event], None]) -> None:
+        for _ in range(200):
+            put(EpisodeStarted(episode_id="e"))
+
+    threads = [threading.Thread(target=many, args=(sink.put,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sink.close() and len(log.events) == 1000
