@@ -97,7 +97,6 @@ class _Routes:
             [prompt],
             body.choices,
             logprobs=bool(body.logprobs),
-            top=settings.top_logprobs,
             token_ids=bool(body.return_token_ids),
         )
         return await self._answer(request, body, replies, [settings])
@@ -115,7 +114,6 @@ class _Routes:
             prompts,
             body.choices,
             logprobs=body.logprobs is not None,
-            top=body.logprobs or 0,
             token_ids=bool(body.return_token_ids),
         )
         return await self._answer(request, body, replies, settings)

@@ -7,6 +7,7 @@ the client it was for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from marft_agents.serving.local.engine import LocalEngine
 from marft_agents.serving.local.protocol import Settings
+from marft_agents.serving.local.refusal import Refusal
 from marft_agents.serving.local.rows import Generation, Piece
 
 T = TypeVar("T")
@@ -49,9 +51,10 @@ class Job:
 
     def cancel(self) -> None:
         """Free the rows of this job, if any are left."""
-        if self._open and self._engine.alive:
+        if self._open:
             self._open = 0
-            self._engine.cancel(self._generations)
+            with contextlib.suppress(Refusal):  # an engine that closes frees them itself
+                self._engine.cancel(self._generations)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece) as they come, until every choice has ended.

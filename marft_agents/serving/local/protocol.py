@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -260,7 +260,6 @@ def room_left(prompt_tokens: int, asked: int | None, window: int) -> int:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
 def parse(model: type[Body], data: Any) -> Body:

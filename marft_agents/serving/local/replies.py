@@ -34,7 +34,6 @@ class Replies:
     choices: int
     """Choices per prompt; choice ``i`` answers prompt ``i // choices``."""
     logprobs: bool = False
-    top: int = 0
     token_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
