@@ -61,6 +61,6 @@ def make_tiny_model(folder: Path, *, hidden: int = 32, layers: int = 2, seed: in
         initializer_range=0.2,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -89,9 +89,17 @@ def record(tickets: list[Ticket], base_url: str, logs: Path, args: argparse.Name
             episode.reward(app.reward(ticket, result))
         return result
 
-    settings = {"temperature": args.temperature, "at_once": args.at_once}
     with recorder:
-        results = asyncio.run(play(tickets, base_url, recorded, **settings, label="recorded"))
+        results = asyncio.run(
+            play(
+                tickets,
+                base_url,
+                recorded,
+                temperature=args.temperature,
+                at_once=args.at_once,
+                label="recorded",
+            )
+        )
     return sum(app.reward(t, r) for t, r in zip(tickets, results, strict=True)) / len(tickets)
 
 
@@ -148,8 +156,10 @@ def loop(args: argparse.Namespace, run: Path) -> int:
     engine = pick_engine(args.engine)
     held_out, training = held_out_tickets(args.held_out), training_tickets(args.episodes)
     say(f"serve: starting the {engine} engine with an untrained adapter per agent")
+    # No higher rank than the adapters have: on a CPU every rank served is paid for.
+    options = ["--engine", engine, "--max-lora-rank", "8", "--max-model-len", "1024"]
     with ServerProcess(
-        run / "adapters", model=str(model), agents=AGENTS, engine=engine, on_progress=say
+        run / "adapters", model=model, agents=AGENTS, extra=options, progress=say
     ) as server:
         base_url = server.url + "/v1"
         say(f"measure: {len(held_out)} held-out tickets, before")
