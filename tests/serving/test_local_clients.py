@@ -141,9 +141,16 @@ async def test_a_swap_while_a_stream_runs(served: tuple[LocalEngine, str], world
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_its_row(
-    served: tuple[LocalEngine, str], stream: bool
+    served: tuple[LocalEngine, str], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, url = served
+    forward, steps = engine.model.forward, [0]
+
+    def counted(*args: Any) -> Any:
+        steps[0] += 1
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward", counted)
     body = {"model": "router@v1", "prompt": "plan", "max_tokens": 900, "stream": stream, **EXTRA}
     async with httpx.AsyncClient(base_url=url) as client:
         request = client.build_request("POST", "/v1/completions", json=body)
@@ -158,4 +165,5 @@ async def test_a_client_that_leaves_frees_its_row(
                 await asyncio.sleep(0.001)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    wait_until(lambda: engine.in_flight == 0, seconds=1.0)
+    wait_until(lambda: engine.in_flight == 0)
+    assert 0 < steps[0] < 800, "the row ran to its end for nobody"

@@ -70,7 +70,7 @@ def test_start_serve_and_stop(tmp_path: Path, how: signal.Signals) -> None:
             with httpx.stream("POST", url, json=body, timeout=30) as reply:
                 next(reply.iter_lines())
                 engine.send_signal(how)
-                assert engine.wait(timeout=15) in (0, 130, -how)
+                assert engine.wait(timeout=30) in (0, 130, -how)
             rest = engine.stderr.read()
             assert "Traceback" not in rest, rest
             with socket.socket() as probe:
