@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from marft_agents.recording import EventLog, MarftRecorder
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, JsonDict, Turn
@@ -99,7 +99,7 @@ class ScriptedServer:
         """Base URL, ``http://127.0.0.1:PORT/v1``."""
         return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
 
-    def __enter__(self) -> ScriptedServer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 from autogen_core.models import CreateResult
 
 from marft_agents.recording import Call, TurnKind, Unseen
-from marft_agents_autogen.seats import Seat
+from marft_agents_autogen.seats import Seat, close_stream
 
 
 class RecordingClient:
@@ -107,7 +107,7 @@ class RecordingClient:
             problem = error
             raise
         finally:
-            await stream.aclose()
+            await close_stream(stream)
             if call is not None and not call.finished:
                 self._finish(call, messages, item, problem)
 

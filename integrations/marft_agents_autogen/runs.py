@@ -17,7 +17,7 @@ from autogen_agentchat.base import TaskResult
 from autogen_agentchat.messages import BaseChatMessage
 
 from marft_agents.recording import EndReason, EpisodeHandle, LiveEpisode, describe_error
-from marft_agents_autogen.seats import Binding, Seat
+from marft_agents_autogen.seats import Binding, Seat, close_stream
 
 _LIMITS = re.compile(
     r"Maximum number of messages \d+ reached, current message count: \d+"
@@ -117,7 +117,7 @@ def patch_runs(root: Any, seat: Seat, binding: Binding) -> None:
             raise
         finally:
             with run.entered():
-                await stream.aclose()
+                await close_stream(stream)
             run.close(problem)
 
     binding.patches.set(root, "run_stream", run_stream)

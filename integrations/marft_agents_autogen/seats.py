@@ -130,3 +130,10 @@ def seat_of(obj: Any) -> Seat | None:
     """The seat of a walked agent or team."""
     seat = getattr(obj, SEAT, None)
     return seat if isinstance(seat, Seat) else None
+
+
+async def close_stream(stream: Any) -> None:
+    """Close an async generator; other iterators of an agent's own making have no ``aclose``."""
+    aclose = getattr(stream, "aclose", None)
+    if aclose is not None:
+        await aclose()

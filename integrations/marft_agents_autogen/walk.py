@@ -18,7 +18,7 @@ from marft_agents.recording import EpisodeHandle, IntegrationError, MarftRecorde
 from marft_agents_autogen.client import RecordingClient, not_recorded, sdk_clients
 from marft_agents_autogen.observe import observe
 from marft_agents_autogen.runs import patch_runs
-from marft_agents_autogen.seats import SEAT, Binding, Seat, seat_of
+from marft_agents_autogen.seats import SEAT, Binding, Seat, close_stream, seat_of
 
 
 def wrap_root(
@@ -138,7 +138,7 @@ def _patch_agent(agent: Any, seat: Seat, binding: Binding) -> None:
                     observe(agent, seat, item)
                 yield item
         finally:
-            await stream.aclose()
+            await close_stream(stream)
 
     @functools.wraps(original)
     async def on_messages(messages: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

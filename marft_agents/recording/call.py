@@ -86,7 +86,7 @@ class Call:
     def register(self, choice: Choice) -> str:
         """Let later prompts be linked to this choice; returns its turn id."""
         if choice.index not in self._reserved:
-            turn_id = self._reserved[choice.index] = self.episode.core.ids()
+            turn_id = self._reserved[choice.index] = self.episode.core.new_id()
             ids = [c["id"] for c in choice.tool_calls or () if isinstance(c.get("id"), str)]
             with self.episode.lock:
                 self.episode.ledger.add(
@@ -131,7 +131,7 @@ class Call:
         choices = list(reply.choices.values()) if reply else []
         problem = exchange.error or (describe_error(error) if error else None)
         for choice in choices or [Choice()]:
-            turn_id = self.register(choice) if choices else self.episode.core.ids()
+            turn_id = self.register(choice) if choices else self.episode.core.new_id()
             complete = reply.complete(choice) if reply else not exchange.streaming
             self._log(
                 Turn(
@@ -149,10 +149,12 @@ class Call:
 
     def _log_unseen(self, error: BaseException | None, unseen: Unseen | None) -> None:
         unseen = unseen or Unseen(messages=())
+        messages = stored_messages(jsonable(unseen.messages))
+        self._see(messages)  # before its own text is known
         turn_id = self.register(Choice(text=unseen.text, tool_calls=unseen.tool_calls))
         self._log(
             Turn(
-                **self._identity(turn_id, stored_messages(jsonable(unseen.messages))),
+                **self._identity(turn_id, messages),
                 text=jsonable(unseen.text),
                 tool_calls=jsonable(unseen.tool_calls),
                 latency_s=round(time.perf_counter() - self._started, 6),

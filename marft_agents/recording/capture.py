@@ -111,6 +111,10 @@ class Hook:
         request = core.safety.attempt("prepare a request", exchange.outgoing) or request
         try:
             response = self._send(request, **kwargs)
+            plain = _plain(exchange, response)
+            if plain is not None:
+                response.close()
+                response = self._send(plain, **kwargs)
         except BaseException as error:
             self._failed(exchange, error)
             raise
@@ -128,6 +132,10 @@ class Hook:
                 ) or await core.servers.ask_async(exchange.base_url, request, self._send)
             request = core.safety.attempt("prepare a request", exchange.outgoing) or request
             response = await self._send(request, **kwargs)
+            plain = _plain(exchange, response)
+            if plain is not None:
+                await response.aclose()
+                response = await self._send(plain, **kwargs)
         except BaseException as error:
             self._failed(exchange, error)
             raise
@@ -170,6 +178,12 @@ class Hook:
 
 
 _lock = threading.Lock()
+
+
+def _plain(exchange: Exchange, response: Any) -> Any | None:
+    """The app's own request, to be sent after a refusal of ours."""
+    safety = exchange.call.episode.core.safety
+    return safety.attempt("read a refusal", lambda: exchange.without_fields(response))
 
 
 def _own_call(core: Core, agent: str, request: Any) -> OwnCall | None:

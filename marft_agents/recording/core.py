@@ -43,3 +43,7 @@ class Core:
 
     def emit(self, event: Event) -> None:
         self.sink.put(event)
+
+    def new_id(self) -> str:
+        """A fresh id, also where the given source of ids fails."""
+        return self.safety.attempt("make an id", self.ids) or random_id()

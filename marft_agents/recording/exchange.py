@@ -9,9 +9,7 @@ here: requests and responses are built with the type that came in.
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -20,12 +18,15 @@ from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
 from marft_agents.recording.reply import Reply, StreamReader, completion, error_text
 from marft_agents.recording.server import Verdict
+from marft_agents.recording.tee import tee
 from marft_agents.schema import JsonDict
 
 CHAT_PATH = "/chat/completions"
 TOKEN_FIELDS: JsonDict = {"return_token_ids": True, "logprobs": True}
 _RETRIED = frozenset({408, 409, 429})
-_NO_ERROR = (GeneratorExit, StopIteration, StopAsyncIteration)
+_REFUSALS = frozenset({400, 422})
+_KEY_HEADERS = ("authorization", "api-key", "x-api-key")
+_SHORTEST_KEY = 6
 
 
 class Exchange:
@@ -33,7 +34,8 @@ class Exchange:
 
     def __init__(self, call: Call, request: Any, body: JsonDict) -> None:
         self.call = call
-        self.request_body = body
+        self._app_body = self.request_body = body
+        self.injected = self.refused_fields = False
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
         self.messages = stored_messages(body.get("messages"))
@@ -74,10 +76,23 @@ class Exchange:
 
     def outgoing(self) -> Any:
         """The request to send: the app's own when there is nothing to add."""
-        core, body = self.call.episode.core, dict(self.request_body)
-        accepts = core.inject == "always" or (self.verdict is not None and self.verdict.accepts)
+        core = self.call.episode.core
+        undecided = self.verdict is None or self.verdict.accepts is not False
+        self.injected = core.inject == "always" or (core.inject == "auto" and undecided)
+        return self._build(self.injected)
+
+    def without_fields(self, response: Any) -> Any | None:
+        """The request as the app made it, when a server that could not be asked says no to ours."""
+        unsure = self.verdict is not None and self.verdict.accepts is None
+        if not (self.injected and unsure and response.status_code in _REFUSALS):
+            return None
+        self.injected, self.refused_fields = False, True
+        return self._build(False)
+
+    def _build(self, inject: bool) -> Any:
+        core, body = self.call.episode.core, dict(self._app_body)
         headers: list[tuple[bytes, bytes]] = []
-        if accepts and core.inject != "never":
+        if inject:
             body |= {k: v for k, v in TOKEN_FIELDS.items() if k not in body}
             headers = [
                 (b"X-Marft-Episode", quote(self.call.episode.id).encode()),
@@ -85,9 +100,9 @@ class Exchange:
             ]
         if self.call.agent in core.models:
             body["model"] = core.models[self.call.agent]
-        if body == self.request_body and not headers:
-            return self._request
         self.request_body = body
+        if body == self._app_body and not headers:
+            return self._request
         kept = [
             (k, v)
             for k, v in self._request.headers.raw
@@ -100,6 +115,18 @@ class Exchange:
             content=json.dumps(body, separators=(",", ":")).encode(),
             extensions=self._request.extensions,
         )
+
+    def _settle(self) -> None:
+        """Learn from a reply of a server that could not be asked."""
+        if self.verdict is None or self.verdict.accepts is not None or not self.answered:
+            return
+        servers = self.call.episode.core.servers
+        if self.refused_fields:
+            reason = f"{self.base_url} refused them and took the request without them"
+            servers.settle(self.base_url, False, reason)
+            self.verdict = servers.known(self.base_url)
+        elif self.reply is not None and self.reply.prompt_token_ids:
+            servers.settle(self.base_url, True, f"{self.base_url} returned token ids")
 
     # -- response -----------------------------------------------------------------------------
 
@@ -117,7 +144,7 @@ class Exchange:
             self._reader = StreamReader(expected=self._expected())
             self.reply = self._reader.reply
         if stream:
-            (_tee_async if is_async else _tee_sync)(response, self)
+            tee(response, self, is_async=is_async)
             return response
         self.feed(response.content)
         self.close()
@@ -141,6 +168,7 @@ class Exchange:
         self.ended = time.perf_counter()
         with self.call.episode.core.safety.guard("read a reply"):
             self._read_body()
+            self._settle()
         cut = error is not None and not (self.reply and self.reply.finished)
         if error is not None and cut:
             self.error = self.error or describe_error(error)
@@ -174,8 +202,11 @@ class Exchange:
         """An error text without the key that the request carried."""
         if text is None:
             return None
-        key = str(self._request.headers.get("authorization") or "").removeprefix("Bearer ")
-        return (text.replace(key, "***") if key else text)[:500]
+        for name in _KEY_HEADERS:
+            key = str(self._request.headers.get(name) or "").removeprefix("Bearer ").strip()
+            if len(key) >= _SHORTEST_KEY:  # "x" and the like are no secrets, but parts of words
+                text = text.replace(key, "***")
+        return text[:500]
 
     def _renamed(self, response: Any) -> Any:
         """With another model sent than asked for, the reply names the one asked for.
@@ -212,7 +243,7 @@ class Exchange:
             return
         core, agent = self.call.episode.core, self.call.agent
         missing = "log-probabilities" if ids else "token ids"
-        if self.verdict is not None and not self.verdict.accepts:
+        if self.verdict is not None and self.verdict.accepts is False:
             why = f"the server does not look like one that returns them: {self.verdict.reason}"
             cure = "serve the model with `marft-agents serve` or vLLM; if it is one behind a proxy,"
             cure += ' use MarftRecorder(inject="always")'
@@ -227,69 +258,3 @@ class Exchange:
             f"marft-agents: replies to agent {agent!r} from {self.base_url} carry no {missing}, so"
             f" its turns are logged but cannot be trained on; {why}; {cure}",
         )
-
-
-def _safely_feed(exchange: Exchange, data: bytes) -> None:
-    with exchange.call.episode.core.safety.guard("read a streamed reply"):
-        exchange.feed(data)
-
-
-def _tee_sync(response: Any, exchange: Exchange) -> None:
-    read, close = response.iter_bytes, response.close
-
-    def iter_bytes(*args: Any, **kwargs: Any) -> Iterator[bytes]:
-        chunks = read(*args, **kwargs)
-        if exchange.closed:  # a second reading, of the stored content
-            yield from chunks
-            return
-        try:
-            for chunk in chunks:
-                _safely_feed(exchange, chunk)
-                yield chunk
-        finally:
-            _over(exchange)
-
-    def close_response() -> None:
-        try:
-            close()
-        finally:
-            _over(exchange)
-
-    response.iter_bytes, response.close = iter_bytes, close_response
-
-
-def _tee_async(response: Any, exchange: Exchange) -> None:
-    read, aclose = response.aiter_bytes, response.aclose
-
-    async def aiter_bytes(*args: Any, **kwargs: Any) -> AsyncIterator[bytes]:
-        chunks = read(*args, **kwargs)
-        try:
-            if exchange.closed:  # a second reading, of the stored content
-                async for chunk in chunks:
-                    yield chunk
-                return
-            async for chunk in chunks:
-                _safely_feed(exchange, chunk)
-                yield chunk
-        finally:
-            _over(exchange)
-            await chunks.aclose()
-
-    async def close_response() -> None:
-        try:
-            await aclose()
-        finally:
-            _over(exchange)
-
-    response.aiter_bytes, response.aclose = aiter_bytes, close_response
-
-
-def _over(exchange: Exchange) -> None:
-    """The app is through with the response, perhaps because of the exception in flight."""
-    error = sys.exception()
-    if isinstance(error, _NO_ERROR):
-        error = None  # the app stopped reading: what came is recorded, incomplete unless finished
-    with exchange.call.episode.core.safety.guard("record a streamed reply"):
-        if not exchange.closed:
-            exchange.close(error)
-            exchange.call.over(exchange)

@@ -61,7 +61,6 @@ class MarftRecorder:
         self.core = Core(sink, safety, dict(models or {}), inject, clock, ids)
         """For integrations."""
         self._attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
-        self._last: LiveEpisode | None = None
 
     def wrap(self, obj: _T, **options: Any) -> _T:
         """Record ``obj`` (a team or agent of a supported runtime) from now on; returns ``obj``.
@@ -153,7 +152,7 @@ class MarftRecorder:
 
     def open_episode(self, task: Any, runtime: str) -> LiveEpisode:
         """Start an episode that the integration ends with ``LiveEpisode.end``."""
-        episode = LiveEpisode(self.core, self.core.ids())
+        episode = LiveEpisode(self.core, self.core.new_id())
         episode.start(task, None, runtime)
         return episode
 

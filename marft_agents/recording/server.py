@@ -2,12 +2,12 @@
 
 Invariant: a server is asked (``GET {base}/models``) through the app's own HTTP client, so that its
 proxy, certificates and transport hold; it has one second, once. Only an owner known to accept
-unknown fields counts as yes: others answer 400 to them.
+unknown fields counts as yes: others answer 400 to them. A server too busy to say is taken at its
+deeds: the fields are tried, and a refusal is followed by the app's own request.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ _RETRY_SLOW_S = 300.0
 class Verdict:
     """What is known of one base URL."""
 
-    accepts: bool
+    accepts: bool | None
+    """``None``: it could not be asked."""
     reason: str
     retry_at: float | None = None
     """``time.monotonic()`` after which to ask again; ``None``: settled."""
@@ -43,6 +44,10 @@ class KnownServers:
             return verdict
         return None
 
+    def settle(self, base_url: str, accepts: bool, reason: str) -> None:
+        """A reply has shown what the server does."""
+        self._verdicts[base_url] = Verdict(accepts, reason)
+
     def ask(self, base_url: str, request: Any, send: Callable[[Any], Any]) -> Verdict:
         """Ask over a blocking client. ``request`` is the app's, for its headers."""
         started = time.monotonic()
@@ -60,27 +65,22 @@ class KnownServers:
         started = time.monotonic()
         try:
             answer = send(_question(base_url, request))
-            if _on_asyncio():
-                response = await asyncio.wait_for(_awaited(answer), TIMEOUT_S)
-            else:
-                response = await answer
-            verdict = _judge(base_url, response)
+            verdict = _judge(base_url, await _within_a_second(answer))
         except Exception as error:
             verdict = _unreachable(base_url, error, started)
         self._verdicts[base_url] = verdict
         return verdict
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+async def _within_a_second(answer: Awaitable[Any]) -> Any:
+    import asyncio  # here, so that importing the package stays quick
 
-
-def _on_asyncio() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return await answer  # another event loop; the request's own limits hold
+    async with asyncio.timeout(TIMEOUT_S):
+        return await answer
 
 
 def _question(base_url: str, request: Any) -> Any:
@@ -114,6 +114,5 @@ def _judge(base_url: str, response: Any) -> Verdict:
 def _unreachable(base_url: str, error: Exception, started: float) -> Verdict:
     now = time.monotonic()
     wait = _RETRY_QUICK_S if now - started < _QUICK_S else _RETRY_SLOW_S
-    return Verdict(
-        False, f"GET {base_url}/models failed ({type(error).__name__}: {error})", now + wait
-    )
+    reason = f"GET {base_url}/models failed ({type(error).__name__}: {error})"
+    return Verdict(None, reason, now + wait)

@@ -84,9 +84,9 @@ class Sink:
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
         if done:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(timeout)
             with self._safety.guard("close the log"):
                 self._log.close()
         return done

@@ -18,7 +18,13 @@ from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig
 from autogen_agentchat.base import ChatAgent, Response, Team
 from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.messages import StructuredMessage, TextMessage
-from autogen_agentchat.teams import MagenticOneGroupChat, RoundRobinGroupChat, Swarm
+from autogen_agentchat.teams import (
+    DiGraphBuilder,
+    GraphFlow,
+    MagenticOneGroupChat,
+    RoundRobinGroupChat,
+    Swarm,
+)
 from autogen_agentchat.tools import AgentTool
 from autogen_core import CancellationToken, InMemoryStore
 from autogen_core.code_executor import CodeBlock, CodeExecutor, CodeResult
@@ -326,3 +332,31 @@ async def test_an_sdk_client_used_inside_a_tool_belongs_to_the_run() -> None:
     assert said(result)[-2][2] == "found it"
     assert [t.agent for t in log.turns] == ["planner", "helper"]
     assert len({t.episode_id for t in log.turns}) == 1
+
+
+async def test_agents_of_a_graph_that_speak_at_once_do_not_depend_on_each_other() -> None:
+    script = {
+        "planner": "start with this",
+        "a": "one half",
+        "b": "other half",
+        "end": "both halves",
+    }
+    with recording(script) as (server, recorder, log):
+        planner, a, b, end = (agent(n, server.url) for n in ("planner", "a", "b", "end"))
+        graph = DiGraphBuilder()
+        for node in (planner, a, b, end):
+            graph.add_node(node)
+        graph.add_edge(planner, a).add_edge(planner, b).add_edge(a, end).add_edge(b, end)
+        await recorder.wrap(GraphFlow(graph.get_participants(), graph.build())).run(task="go")
+    turns = {t.agent: t for t in log.turns}
+    assert turns["a"].depends_on == turns["b"].depends_on == [turns["planner"].turn_id]
+    assert set(turns["end"].depends_on) == {turns[n].turn_id for n in ("planner", "a", "b")}
+
+
+async def test_an_earlier_episode_is_no_dependency() -> None:
+    with recording({"planner": "always the same words"}) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url))
+        await planner.run(task="one")
+        await planner.run(task="two")
+    assert [m["role"] for m in log.turns[1].messages] == ["system", "user", "assistant", "user"]
+    assert log.turns[1].depends_on == []

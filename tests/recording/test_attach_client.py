@@ -121,7 +121,9 @@ def _at_once(*_: Any, **__: Any) -> float:
     return 0.0
 
 
-def test_retries_of_the_sdk_are_attempts_of_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_23_retries_are_attempts_of_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", _at_once)
     script = [Reply(status=503), Reply(status=429), "done", Reply(status=500), Reply(status=500)]
     with recording(script) as (server, recorder, log):
@@ -161,7 +163,7 @@ def test_a_server_that_is_gone_is_a_failed_turn() -> None:
     assert turn.error is not None and "Connect" in turn.error
 
 
-async def test_a_cancelled_call_is_logged_as_failed() -> None:
+async def test_case_23_a_cancelled_call_has_failed() -> None:
     with recording([Reply("late", hang=True)]) as (server, recorder, log):
         async with async_sdk(server) as client, recorder.episode():
             recorder.attach_client(client, "planner")

@@ -59,6 +59,15 @@ def test_a_bug_is_raised_under_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
             ask(client)
 
 
+def test_a_source_of_ids_that_fails_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with recording(["a"], ids=_bug, raise_errors=False) as (server, recorder, log):
+        recorder.attach_client(client := sdk(server), "planner")
+        with recorder.episode() as episode:
+            ask(client)
+    assert episode.id and log.turns[0].episode_id == episode.id
+    assert "could not make an id" in caplog.text
+
+
 def test_strict_is_decided_when_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     safety = Safety()
     assert safety.strict and not Safety(False).strict

@@ -104,6 +104,7 @@ def test_after_close_events_are_dropped_without_harm(caplog: pytest.LogCaptureFi
     assert log.events == [] and "is closed" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")  # the point of the test
 def test_a_fork_writes_its_own_events_only(tmp_path: Path) -> None:
     log = GatedLog()
     sink = Sink(log, Safety())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import openai
 import pytest
 
+from marft_agents.recording import server as server_module
 from marft_agents.testing import Reply, ScriptedServer
 from tests.recording.kit import HELLO, ask, async_sdk, recording, sdk
 
@@ -87,27 +87,58 @@ def test_inject_can_be_decided_by_the_user(inject: Any, added: set[str]) -> None
     assert server.listings == 0
 
 
-async def test_a_server_that_does_not_list_its_models_delays_one_call_by_a_second() -> None:
-    class NoListing(ScriptedServer):
-        @property
-        def listings(self) -> int:
-            self.stopping.wait()
-            return 0
+class NoListing(ScriptedServer):
+    """Too busy to list its models."""
 
-        @listings.setter
-        def listings(self, value: int) -> None: ...
+    asked = 0
 
-    with NoListing(["a", "b"]) as slow, recording([]) as (_, recorder, log):
-        async with async_sdk(slow) as client, recorder.episode():
+    @property
+    def listings(self) -> int:
+        self.asked += 1
+        self.stopping.wait()
+        return 0
+
+    @listings.setter
+    def listings(self, value: int) -> None: ...
+
+
+async def test_a_server_too_busy_to_be_asked_is_asked_once_and_taken_at_its_deeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "TIMEOUT_S", 0.05)
+    with NoListing(["a", "b"]) as busy, recording([]) as (_, recorder, log):
+        async with async_sdk(busy) as client, recorder.episode():
             recorder.attach_client(client, "planner")
-            times: list[float] = []
             for _ in range(2):
-                started = time.monotonic()
                 await client.chat.completions.create(model="planner", messages=HELLO)
-                times.append(time.monotonic() - started)
-    assert times[0] < 1.9 and times[1] < 0.9
-    assert [t.text for t in log.turns] == ["a", "b"]
-    assert all(not ADDED & r.body.keys() for r in slow.requests)
+    assert busy.asked == 1
+    assert [(t.text, t.trainable) for t in log.turns] == [("a", True), ("b", True)]
+
+
+def _picky(body: dict[str, Any]) -> Reply | str:
+    """As OpenAI answers unknown fields."""
+    if "return_token_ids" in body:
+        return Reply(status=400, error="Unrecognized request argument supplied")
+    return Reply(status=400, error="too long") if body["model"] == "long" else "fine"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_added_fields_never_reaches_the_app(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "TIMEOUT_S", 0.05)
+    with NoListing(_picky) as busy, recording([]) as (_, recorder, log):
+        recorder.attach_client(client := sdk(busy), "planner")
+        with recorder.episode(), caplog.at_level(logging.WARNING):
+            with pytest.raises(openai.BadRequestError, match="too long"):
+                ask(client, "long", stream=stream)
+            for _ in range(2):
+                reply = ask(client, stream=stream)
+                if stream:
+                    list(reply)
+    assert [("return_token_ids" in r.body) for r in busy.requests] == [True, False] * 2 + [False]
+    assert [(t.text, t.attempt) for t in log.turns] == [(None, 1), ("fine", 1), ("fine", 1)]
+    assert "refused them and took the request without them" in caplog.text
 
 
 def test_models_reroutes_one_agent_and_the_app_sees_the_name_it_asked_for() -> None:
@@ -191,6 +222,14 @@ def test_no_api_key_reaches_the_log() -> None:
             ask(client)
     assert log.turns[0].error == "HTTP 401: Incorrect API key provided: ***"
     assert "sk-test" not in "".join(e.model_dump_json() for e in log.events)
+
+
+def test_a_key_that_is_no_secret_does_not_spoil_the_error() -> None:
+    with recording([Reply(status=400, error="maximum context")]) as (server, recorder, log):
+        recorder.attach_client(client := sdk(server, api_key="x"), "planner")
+        with recorder.episode(), pytest.raises(openai.BadRequestError):
+            ask(client)
+    assert log.turns[0].error == "HTTP 400: maximum context"
 
 
 def test_a_reply_that_is_no_completion_is_a_failed_turn() -> None:
