@@ -6,20 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 
 from marft_agents.errors import ServerError
 from marft_agents.registry import Registry, current_user
 from marft_agents.schema import adapter_slug
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, new_client
 from marft_agents.serving.client import root_url
 from marft_agents.serving.gateway_client import GatewayClient
-from marft_agents.serving.calls import AnswerError, NoAnswerError, call
 
 _DEFAULT_SERVER = "http://127.0.0.1:8000"
 
 
 def _require_server(url: str) -> None:
-    with httpx.Client(trust_env=False) as http:
+    with new_client({}) as http:
         try:
             call(http, "GET", f"{root_url(url)}/health", timeout_s=10.0)
         except AnswerError:

@@ -30,10 +30,21 @@ class NoAnswerError(ServerError):
     """The server was not reached or did not answer in time; it may have acted all the same."""
 
 
+# Shorter than the 5 s after which servers close an idle connection: one that is closed while a
+# request is under way would look like an engine that failed.
+KEEPALIVE_S = 2.0
+
+
 @functools.cache
 def tls() -> ssl.SSLContext:
     """One context for every client: making one takes longer than a call on loopback."""
     return httpx.create_ssl_context(trust_env=False)
+
+
+def new_client(headers: dict[str, str]) -> httpx.Client:
+    """A client that knows no proxy and keeps idle connections for a short time only."""
+    limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+    return httpx.Client(headers=headers, trust_env=False, verify=tls(), limits=limits)
 
 
 def error_detail(body: bytes) -> str:

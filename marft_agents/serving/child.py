@@ -12,10 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import httpx
-
 from marft_agents.errors import EngineError, ServerError
-from marft_agents.serving.calls import call
+from marft_agents.serving.calls import call, new_client
 from marft_agents.serving.commands import LOOPBACK
 from marft_agents.serving.process import GuardedProcess, Progress, free_port
 
@@ -82,7 +80,7 @@ class ServerProcess:
 
     def _wait(self) -> None:
         begin = told = time.monotonic()
-        with httpx.Client(trust_env=False) as http:
+        with new_client({}) as http:
             while True:
                 self._process.check_alive()
                 try:

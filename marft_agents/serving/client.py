@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 import httpx
 
 from marft_agents.errors import ServerError
-from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, tls
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 
 _POLL_S = 0.25
 
@@ -50,7 +50,7 @@ class EngineClient:
         self.timeout_s = timeout_s
         self.load_timeout_s = load_timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(headers=headers, trust_env=False, verify=tls())
+        self._http = new_client(headers)
 
     def close(self) -> None:
         self._http.close()
@@ -168,7 +168,17 @@ class EngineClient:
         }
         self._call("POST", "/v1/completions", body, timeout_s)
 
-    def wait_ready(
+    def wait_ready(self, timeout: float) -> None:
+        """Wait for ``/health``, then for one warm-up request.
+
+        Raises:
+            ServerError: when the engine is not ready within ``timeout`` seconds.
+        """
+        start = time.monotonic()
+        self.wait_healthy(timeout)
+        self.warm_up(max(1.0, timeout - (time.monotonic() - start)))
+
+    def wait_healthy(
         self,
         timeout: float,
         *,
@@ -176,15 +186,15 @@ class EngineClient:
         progress: Callable[[float], None] | None = None,
         every_s: float = 5.0,
     ) -> None:
-        """Wait for ``/health``, then for one warm-up request.
+        """Wait for ``/health``.
 
         Args:
-            timeout: seconds for both together.
+            timeout: seconds.
             still_alive: raises when waiting makes no sense any more.
             progress: called with the seconds waited, every ``every_s`` seconds.
 
         Raises:
-            ServerError: when the engine is not ready in time.
+            ServerError: when the engine is not well in time.
         """
         start = time.monotonic()
         told = start
@@ -193,7 +203,7 @@ class EngineClient:
                 still_alive()
             try:
                 self.health(timeout_s=2.0)
-                break
+                return
             except ServerError as error:
                 now = time.monotonic()
                 if now - start > timeout:
@@ -204,4 +214,3 @@ class EngineClient:
                     progress(now - start)
                     told = now
                 time.sleep(_POLL_S)
-        self.warm_up(max(1.0, timeout - (time.monotonic() - start)))

@@ -79,7 +79,7 @@ class Gateway:
         self.aliases: Aliases = swapper.aliases
         self.upstream = upstream
         self.settings = settings
-        self._background: set[asyncio.Task[Any]] = set()
+        self._restoring: dict[str, asyncio.Task[None]] = {}
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -131,7 +131,7 @@ class Gateway:
             listed = await self.upstream.model_names()
             lost = [route for route in self.aliases.routes() if route.name not in listed]
             for route in lost:
-                self._spawn(self._try_restore(route))
+                self._restore_later(route)
             if lost:
                 names = ", ".join(route.name for route in lost)
                 problem = f"the engine does not list {names}; loading again"
@@ -206,10 +206,11 @@ class Gateway:
         except MarftError as error:
             _log.warning("could not load %s again: %s", route.name, error)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def _restore_later(self, route: Route) -> None:
+        if route.name not in self._restoring:
+            task = asyncio.create_task(self._try_restore(route))
+            self._restoring[route.name] = task
+            task.add_done_callback(lambda _: self._restoring.pop(route.name, None))
 
     def _headers(self, response: httpx.Response, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}

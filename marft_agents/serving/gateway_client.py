@@ -9,10 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
-
 from marft_agents.errors import ServerError, SwapError
-from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, tls
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 from marft_agents.serving.client import root_url
 from marft_agents.serving.control import read_operator_key
 
@@ -37,8 +35,7 @@ class GatewayClient:
         self.timeout_s = timeout_s
         self.swap_timeout_s = swap_timeout_s
         key = operator_key or read_operator_key(Path(adapters_dir or "adapters"))
-        headers = {"X-Marft-Operator-Key": key}
-        self._http = httpx.Client(headers=headers, trust_env=False, verify=tls())
+        self._http = new_client({"X-Marft-Operator-Key": key})
 
     def close(self) -> None:
         self._http.close()

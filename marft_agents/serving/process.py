@@ -171,13 +171,18 @@ class EngineProcess(GuardedProcess):
             ServerError: when it is not ready in time.
         """
 
-        def tell(seconds: float) -> None:
+        start = time.monotonic()
+
+        def tell(seconds: float, line: str | None = None) -> None:
             if progress is not None:
-                progress(seconds, self.tail(1))
+                progress(seconds, line or self.tail(1) or "no output yet")
 
         with EngineClient(self.url) as client:
             try:
-                client.wait_ready(timeout, still_alive=self.check_alive, progress=tell)
+                client.wait_healthy(timeout, still_alive=self.check_alive, progress=tell)
+                waited = time.monotonic() - start
+                tell(waited, "the engine is up; a first request warms it")
+                client.warm_up(max(1.0, timeout - waited))
             except ConnectionError:
                 self.check_alive()
                 raise

@@ -89,7 +89,7 @@ def _engine(
         process.start()
 
         def progress(seconds: float, line: str) -> None:
-            say(f"  {seconds:3.0f} s  {line[:110]}")
+            say(f"  {seconds:3.0f} s  {line[:100]}")
 
         process.wait_ready(settings.start_timeout_s, progress)
         yield process.url, process
@@ -173,6 +173,7 @@ def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,  # a forwarded address must not pass for a loopback peer
         server_header=False,
+        timeout_keep_alive=75,  # longer than any client keeps an idle connection
         timeout_graceful_shutdown=5,
     )
 

@@ -18,7 +18,7 @@ from marft_agents.serving.loader import Loader, StepError, step
 from marft_agents.serving.probe import ProbeReport
 
 _log = logging.getLogger(__name__)
-WAIT_FOR_DRAIN_S = 10.0
+WAIT_FOR_DRAIN_S = 2.0
 
 
 class Swapper:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 from starlette.requests import ClientDisconnect, Request
 
-from marft_agents.serving.calls import tls
+from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.refusals import Refusal
 
@@ -51,7 +51,9 @@ class Upstream:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(read_timeout_s, connect=5.0, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S
+            ),
             trust_env=False,
             verify=tls(),
         )

@@ -93,7 +93,7 @@ def test_waiting_stops_when_the_process_is_gone(client: EngineClient, engine: Fa
         raise EngineError("gone")
 
     with pytest.raises(EngineError, match="gone"):
-        client.wait_ready(5, still_alive=gone)
+        client.wait_healthy(5, still_alive=gone)
 
 
 def test_waiting_tells_and_warms_up(client: EngineClient, engine: FakeEngine) -> None:
@@ -104,8 +104,9 @@ def test_waiting_tells_and_warms_up(client: EngineClient, engine: FakeEngine) ->
         told.append(seconds)
         engine.faults.unwell = False
 
-    client.wait_ready(10, progress=progress, every_s=0.0)
+    client.wait_healthy(10, progress=progress, every_s=0.0)
     assert len(told) == 1
+    client.wait_ready(10)
     assert engine.bodies("/v1/completions")[-1]["model"] == "base"
 
 

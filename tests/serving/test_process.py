@@ -16,6 +16,7 @@ from marft_agents.errors import EngineError, ServerError
 from marft_agents.serving import EngineCommand, EngineProcess, GuardedProcess, free_port
 from tests.serving import fake_engine
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FAKE = str(Path(fake_engine.__file__))
 # A child that ignores SIGTERM and has a child of its own; it writes both process ids.
 STUBBORN = """
@@ -61,7 +62,9 @@ def _read_pids(path: Path) -> list[int]:
 def test_an_engine_becomes_ready_and_stops(tmp_path: Path) -> None:
     engine = _engine(tmp_path)
     with engine:
-        engine.wait_ready(20)
+        told: list[str] = []
+        engine.wait_ready(20, lambda _, line: told.append(line))
+        assert told[-1] == "the engine is up; a first request warms it"
         assert engine.running and engine.exit_code is None
         assert engine.tail() == "loading weights"
         with pytest.raises(EngineError, match="started already"):
@@ -106,6 +109,7 @@ def test_environment_is_added_and_taken_away(
         assert process.tail() == "None 1"
 
 
+@LINUX
 def test_stop_ends_the_whole_group_even_when_it_resists(tmp_path: Path) -> None:
     pids_file = tmp_path / "pids"
     argv = [sys.executable, "-c", STUBBORN, str(pids_file)]
@@ -117,6 +121,7 @@ def test_stop_ends_the_whole_group_even_when_it_resists(tmp_path: Path) -> None:
     _wait("the group survived stop()", pids)
 
 
+@LINUX
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_parent_that_dies(tmp_path: Path, how: signal.Signals) -> None:
     code = f"""

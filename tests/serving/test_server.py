@@ -19,6 +19,8 @@ from marft_agents.serving import GatewayClient, ServerProcess
 from tests.serving import fake_engine
 from tests.serving.stage import House
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
 
 def fake_python(folder: Path) -> str:
     """An "interpreter" that runs the scripted engine whatever module it is asked for."""
@@ -104,7 +106,6 @@ def test_an_engine_that_is_killed_is_told_to_clients_and_to_the_operator(house: 
         _until(lambda: "the engine is gone" in server.log.read_text(), "serve said nothing")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_engine_does_not_outlive_a_killed_serve(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
