@@ -39,9 +39,13 @@ def wrap_root(
     if seat is not None and seat.is_root and seat.recorder is recorder:
         return
     binding = Binding(recorder, end, on_end)
-    seat = _walk(obj, binding)
+    try:
+        seat = _walk(obj, binding)
+        patch_runs(obj, seat, binding)
+    except Exception:
+        binding.release()
+        raise
     seat.is_root = True
-    patch_runs(obj, seat, binding)
     recorder.keep(binding)
 
 

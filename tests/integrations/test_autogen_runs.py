@@ -340,6 +340,17 @@ async def test_a_call_outside_any_run_passes_and_is_said(caplog: pytest.LogCaptu
     assert "outside a recorded run" in caplog.text
 
 
+def test_a_wrap_that_is_refused_leaves_nothing_behind() -> None:
+    with recording() as (server, one, _), recording() as (_, two, _):
+        taken, free = agent("planner", server.url), agent("coder", server.url)
+        one.wrap(taken)
+        team = RoundRobinGroupChat([free, taken])
+        before = [set(vars(o)) for o in (team, free)]
+        with pytest.raises(IntegrationError, match="'planner' is still recorded"):
+            two.wrap(team)
+        assert [set(vars(o)) for o in (team, free)] == before
+
+
 def test_only_teams_and_agents_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     with recording() as (server, recorder, _):
         with pytest.raises(IntegrationError, match="OpenAIChatCompletionClient; of AutoGen"):
