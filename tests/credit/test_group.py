@@ -1,7 +1,5 @@
 """Groups of episodes of one task, and the weights of the regression."""
 
-# pyright: reportUnknownMemberType=false
-# pytest.approx is untyped.
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """Order of turns, and where rewards fall."""
 
-# pyright: reportUnknownMemberType=false
-# pytest.approx is untyped.
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """The estimator against numbers worked out by hand, and against a second way to compute it."""
 
-# pyright: reportUnknownMemberType=false
-# pytest.approx is untyped.
 from __future__ import annotations
 
 import math
