@@ -1,0 +1,146 @@
+"""Settings from a YAML file and from the command line.
+
+Invariant: the command line overrides the file, the file overrides the defaults; a key nobody knows
+is refused with the nearest known one, and a value of the wrong type with the field's type. Numbers
+that YAML reads as text (``1e-4``) are numbers here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marft_agents.errors import ConfigError
+
+MANAGED = {
+    "output_dir": "--output",
+    "max_steps": "num_train_epochs",
+    "remove_unused_columns": "nothing; rows have no columns",
+    "resume_from_checkpoint": "nothing; it is not supported here",
+    "push_to_hub": "nothing; publish an adapter folder with the hub's own tools",
+}
+"""Fields that the command itself sets, and what to use in their place."""
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: when it is missing, no YAML, or no mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config {path}: {error}") from error
+    try:
+        content: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path} is no valid YAML{where}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, not a {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}
+
+
+def read_assignments(pairs: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` pairs of the command line; values are read as YAML.
+
+    Raises:
+        ConfigError: for a pair without ``=``.
+    """
+    out: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set takes key=value, not {pair!r}")
+        try:
+            out[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            out[key.strip()] = text
+    return out
+
+
+def merge(config: type[Any], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Fields for a dataclass from layers ``(where, values)``, the later ones winning.
+
+    Raises:
+        ConfigError: for an unknown or managed key, or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(config)
+    known = {f.name for f in dataclasses.fields(config) if f.init}
+    out: dict[str, Any] = {}
+    for where, values in layers:
+        for key, value in values.items():
+            if key in MANAGED:
+                raise ConfigError(f"{where}: {key} is not set here; use {MANAGED[key]}")
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{where}: unknown setting {key!r}{hint}")
+            out[key] = coerce(value, hints[key], f"{where}: {key}")
+    return out
+
+
+def coerce(value: Any, hint: Any, name: str) -> Any:
+    """``value`` as one of the types in ``hint``.
+
+    Raises:
+        ConfigError: when none of them fits.
+    """
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = list(typing.get_args(hint)) if union else [hint]
+    if value is None:
+        if types.NoneType in options:
+            return None
+        raise ConfigError(f"{name} has no value")
+    for option in options:
+        fitted = _fit(value, option)
+        if fitted is not None:
+            return fitted
+    wanted = " or ".join(_name(o) for o in options if o is not types.NoneType)
+    raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _fit(value: Any, option: Any) -> Any:
+    """``value`` as ``option``; ``None`` when it is not one."""
+    kind = typing.get_origin(option) or option
+    if kind is bool:
+        return value if isinstance(value, bool) else None
+    if kind in (int, float):
+        return _fit_number(value, kind)
+    if kind is list:
+        items: Any = value.split(",") if isinstance(value, str) else value
+        return [str(item).strip() for item in items] if isinstance(items, list) else None
+    if kind is dict:
+        return {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else None
+    if kind is str:
+        return str(value) if isinstance(value, str | int | float) and value is not True else None
+    return value if kind in (Any, object) or isinstance(value, str) else None
+
+
+def _fit_number(value: Any, kind: type[int] | type[float]) -> int | float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    if kind is float:
+        return number
+    return int(number) if number.is_integer() else None
+
+
+def _name(option: Any) -> str:
+    kind = typing.get_origin(option) or option
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(kind, "a list" if kind is list else "a mapping" if kind is dict else "text")

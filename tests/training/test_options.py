@@ -1,0 +1,89 @@
+"""Settings from YAML and the command line, and the configuration itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from marft_agents.errors import ConfigError
+from marft_agents.training.config import MarftConfig
+from marft_agents.training.options import merge, read_assignments, read_yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(**values: Any) -> MarftConfig:
+    return MarftConfig(use_cpu=True, **merge(MarftConfig, [("finetune.yaml", values)]))
+
+
+def test_the_later_layer_wins() -> None:
+    layers = [("file", {"gamma": 0.5, "lam": 0.5}), ("--set", {"gamma": 0.9})]
+    assert merge(MarftConfig, layers) == {"gamma": 0.9, "lam": 0.5}
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
+    config = build(**yaml.safe_load("learning_rate: 1e-4\nnum_train_epochs: '4'"))
+    assert (config.learning_rate, config.num_train_epochs) == (1e-4, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rte": 1}, "unknown setting 'learning_rte'; did you mean 'learning_rate'"),
+        ({"lora_rank": 1.5}, "lora_rank is 1.5; it must be a whole number"),
+        ({"gamma": "fast"}, "gamma is 'fast'; it must be a number"),
+        ({"gradient_checkpointing": "maybe"}, "must be true or false"),
+        ({"lora_target_modules": 3}, "must be a list"),
+        ({"agents": ["a"]}, "must be a mapping"),
+        ({"seed": None}, "seed has no value"),
+        ({"output_dir": "x"}, "use --output"),
+        ({"max_steps": 3}, "use num_train_epochs"),
+        ({"gamma": 1.5}, "gamma is 1.5; it must be between 0 and 1"),
+        ({"awr_temperature": 0}, "awr_temperature is 0.0; it must be above 0"),
+        ({"normalise": "batch"}, "normalise is 'batch'; it must be one of"),
+        ({"lora_target_modules": []}, "at least one module"),
+        ({"optim": "adm"}, "a setting was refused"),
+    ],
+)
+def test_what_is_wrong_with_a_setting_is_said(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**values)
+
+
+def test_assignments_are_read_as_yaml() -> None:
+    got = read_assignments(["seed=3", "agents={critic: frozen}", "dtype=float32"])
+    assert got == {"seed": 3, "agents": {"critic": "frozen"}, "dtype": "float32"}
+    with pytest.raises(ConfigError, match="key=value"):
+        read_assignments(["seed"])
+
+
+def test_a_list_may_be_given_with_commas() -> None:
+    config = build(lora_target_modules="q_proj, v_proj")
+    assert config.lora_target_modules == ["q_proj", "v_proj"]
+
+
+def test_config_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        read_yaml(tmp_path / "missing.yaml")
+    (tmp_path / "torn.yaml").write_text("a: [1\nb: 2\n")
+    with pytest.raises(ConfigError, match="no valid YAML at line 2"):
+        read_yaml(tmp_path / "torn.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="not a list"):
+        read_yaml(tmp_path / "list.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/finetune*.yaml")), ids=str)
+def test_every_example_config_is_valid(path: Path) -> None:
+    build(**read_yaml(path))
+
+
+def test_every_setting_of_ours_has_a_help_text() -> None:
+    ours = vars(MarftConfig)["__annotations__"]
+    fields = MarftConfig.__dataclass_fields__
+    assert all(fields[name].metadata.get("help") for name in ours)
