@@ -1,0 +1,171 @@
+"""Episodes to rows: one row per trainable turn.
+
+Invariant: a row holds the token ids that the engine used and sampled, as recorded; text is never
+encoded again to get them. Everything left out is counted under its reason. Messages are dropped
+while reading, so memory grows with tokens and not with the square of the chat's length.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from marft_agents.credit import dependency_order, is_action, place_rewards
+from marft_agents.errors import LogError
+from marft_agents.schema import Episode, Turn
+from marft_agents.training.transcript import Line, transcript_lines
+
+
+@dataclass(frozen=True)
+class EpisodeView:
+    """What credit and critic need of one usable episode; lists are (K,) over its actions."""
+
+    episode_id: str
+    task: str | None
+    """The task in one canonical form; episodes of one task can be compared with each other."""
+    agents_K: list[str]
+    turn_ids_K: list[str]
+    steps_K: list[int]
+    reward_K: list[float]
+    truncated: bool
+    lines: list[Line]
+
+    @property
+    def total_reward(self) -> float:
+        return sum(self.reward_K)
+
+
+@dataclass(frozen=True)
+class TurnRow:
+    """One trainable turn: prompt ids (P,), sampled ids (L,), behaviour log-probabilities (L,)."""
+
+    episode: int
+    """Index into the data set's episodes."""
+    k: int
+    """Index among the episode's actions."""
+    turn_id: str
+    agent: str
+    prompt_ids: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+    temperature: float
+    """Temperature to score under: as recorded; 1 for greedy calls and where none is known."""
+    incomparable: str | None
+    """Why the recorded log-probabilities cannot be checked against a model's, if they cannot."""
+    compare_at: float
+    """Temperature at which they can be compared."""
+    adapter: str | None
+    """Adapter version that answered, e.g. ``router@v3``."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass
+class TrainingSet:
+    """Rows, the episodes they belong to, and what was left out."""
+
+    episodes: list[EpisodeView] = field(default_factory=list[EpisodeView])
+    rows: list[TurnRow] = field(default_factory=list[TurnRow])
+    agents: dict[str, int] = field(default_factory=dict[str, int])
+    """Recorded agent to its number of calls, all episodes counted."""
+    episodes_read: int = 0
+    left_out_episodes: Counter[str] = field(default_factory=Counter[str])
+    left_out_turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """(agent, reason) to turns of usable episodes."""
+    notes: Counter[str] = field(default_factory=Counter[str])
+
+
+def read_training_set(episodes: Iterable[Episode]) -> TrainingSet:
+    """Rows of every usable episode, in the order given."""
+    data = TrainingSet()
+    for episode in episodes:
+        data.episodes_read += 1
+        for turn in episode.turns:
+            data.agents[turn.agent] = data.agents.get(turn.agent, 0) + 1
+        reason = episode.untrainable_reason or _add(data, episode)
+        if reason is not None:
+            data.left_out_episodes[reason.split(" (", 1)[0]] += 1
+    return data
+
+
+def _add(data: TrainingSet, episode: Episode) -> str | None:
+    """Add one scored episode; returns why it cannot be used after all."""
+    try:
+        order = dependency_order(episode.turns)
+    except LogError as error:
+        return str(error).split(":", 1)[0]
+    placed = place_rewards(episode, order)
+    actions = [t for t in order if is_action(t)]
+    if not actions:
+        return "no answered action"
+    if placed.unplaced and not any(placed.reward_K) and episode.team_reward is None:
+        return f"its only reward belongs to nobody ({placed.unplaced[0]})"
+    data.notes.update(f"reward left out, {reason}" for reason in placed.unplaced)
+    if episode.ended is not None and episode.ended.dropped_events:
+        data.notes["episode with events that the recorder could not write"] += 1
+    view = EpisodeView(
+        episode_id=episode.episode_id,
+        task=None
+        if episode.task is None
+        else json.dumps(episode.task, sort_keys=True, default=str),
+        agents_K=[t.agent for t in actions],
+        turn_ids_K=[t.turn_id for t in actions],
+        steps_K=[t.step for t in actions],
+        reward_K=placed.reward_K,
+        truncated=episode.ended is not None and episode.ended.reason == "truncated",
+        lines=transcript_lines(episode, order),
+    )
+    number = len(data.episodes)
+    data.episodes.append(view)
+    for turn in episode.turns:
+        if turn.untrainable_reason is not None:
+            data.left_out_turns[turn.agent, turn.untrainable_reason] += 1
+    data.rows += [_row(t, number, k) for k, t in enumerate(actions) if t.trainable]
+    return None
+
+
+def _row(turn: Turn, episode: int, k: int) -> TurnRow:
+    asked = turn.sampling.temperature
+    temperature = asked if asked is not None and asked > 1e-5 else 1.0
+    return TurnRow(
+        episode=episode,
+        k=k,
+        turn_id=turn.turn_id,
+        agent=turn.agent,
+        prompt_ids=array("q", turn.prompt_token_ids or ()),
+        token_ids=array("q", turn.token_ids or ()),
+        logprobs=array("d", turn.logprobs or ()),
+        temperature=temperature,
+        incomparable=_incomparable_reason(turn, temperature),
+        compare_at=1.0 if turn.logprob_mode == "raw" else temperature,
+        adapter=turn.adapter_start,
+    )
+
+
+def _incomparable_reason(turn: Turn, temperature: float) -> str | None:
+    """Why recorded log-probabilities are not those of a tempered softmax over the vocabulary.
+
+    Raw ones always are, before any truncation or penalty.
+    """
+    if turn.logprob_mode == "raw":
+        return None
+    if turn.sampling.truncates_support:
+        return "sampled with top-p, top-k, min-p or penalties"
+    if turn.logprob_mode is None and temperature != 1:
+        return "log-probability mode not recorded and temperature not 1"
+    return None
+
+
+def too_long(row: TurnRow, max_length: int) -> bool:
+    """Whether a turn does not fit; it is then left out whole, never cut."""
+    return row.length > max_length
+
+
+def highest_token(row: TurnRow) -> int:
+    """Largest token id in the row; ids start at 0."""
+    return max(max(row.prompt_ids), max(row.token_ids))

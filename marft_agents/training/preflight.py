@@ -1,0 +1,83 @@
+"""What is said before anything is trained: what will be learned from, and why not from the rest.
+
+Invariant: every recorded agent and every published adapter is on the page, trained or not, and
+every episode and turn left out is counted under a reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from marft_agents.log import LogReader
+from marft_agents.rewards import ScoreTally
+from marft_agents.schema import served_name
+from marft_agents.training.plan import Plan, reward_line
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as aligned columns; the first one is the header."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _counted(counter: Counter[str]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in counter.most_common())
+
+
+def reading_lines(reader: LogReader, tally: ScoreTally | None) -> Iterator[str]:
+    """What reading the logs and asking the reward function gave."""
+    if reader.skipped_count:
+        first = f"; first: {reader.skipped[0]}" if reader.skipped else ""
+        yield f"skipped {reader.skipped_count} unreadable lines{first}"
+    if reader.duplicates:
+        yield f"dropped {reader.duplicates} duplicate turns"
+    if tally is not None:
+        yield (
+            f"reward function: {tally.scored} episodes scored, {tally.already_scored} had a"
+            f" reward, {tally.unscored} not scored, {tally.failed} failed"
+        )
+        yield from (f"  {example}" for example in tally.examples)
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan, for people."""
+    data = plan.data
+    yield f"base model: {plan.base.name} ({plan.base.fingerprint[:12]})"
+    used = len(data.episodes)
+    yield f"episodes: {used} of {data.episodes_read} usable"
+    if data.left_out_episodes:
+        yield f"  left out: {_counted(data.left_out_episodes)}"
+    if data.notes:
+        yield f"  note: {_counted(data.notes)}"
+    yield f"reward: {reward_line([e.total_reward for e in data.episodes])}"
+    yield ""
+    yield from table(list(_adapter_rows(plan)))
+    yield from (f"  {u.name}: {u.why}; untouched" for u in plan.untouched)
+    partly = Counter[str]()
+    trained = {agent for adapter in plan.adapters for agent in adapter.agents}
+    for (agent, why), n in sorted(data.left_out_turns.items()):
+        if agent in trained:
+            partly[f"of {agent}: {why}"] += n
+    if partly:
+        yield f"  turns left out: {_counted(partly)}"
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+def _adapter_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield "agent", "adapter", "rank", "episodes", "turns", "tokens", "recorded under"
+    for adapter in plan.adapters:
+        rows = plan.rows_of(adapter)
+        start = f"from {served_name(adapter.adapter, adapter.start)}" if adapter.start else "new"
+        yield (
+            ", ".join(adapter.agents),
+            f"{adapter.adapter} ({start})",
+            str(adapter.rank),
+            str(len({row.episode for row in rows})),
+            str(len(rows)),
+            str(sum(len(row.token_ids) for row in rows)),
+            ", ".join(f"{name} x{n}" for name, n in adapter.behaviour.most_common(3)),
+        )

@@ -1,0 +1,96 @@
+"""The team's joint transcript: what the critic reads.
+
+Invariant: a line is written once, in order, so one causal pass over the whole transcript sees
+before each border exactly what the team had seen by then. A border has two places: after the
+separator (who speaks next is not known) and after the speaker's name (it is).
+
+The text is tokenised here; that is harmless, because no token of it is ever trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marft_agents.credit import is_action
+from marft_agents.schema import Episode, HumanEvent, ToolEvent, Turn
+
+SEPARATOR = "\n###\n"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing said; ``action`` marks the actions of the advantage recursion."""
+
+    speaker: str
+    text: str
+    action: bool = False
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Token ids (T,) of one transcript and where its borders are.
+
+    ``open_K`` and ``named_K`` (K,) index the last token before action k without and with the
+    speaker's name; ``final`` indexes the last separator, after everything was said.
+    """
+
+    ids: list[int]
+    open_K: list[int]
+    named_K: list[int]
+    final: int
+
+
+def _as_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _spoken(turn: Turn) -> str:
+    text = turn.edited_text if turn.edited_text is not None else turn.text
+    calls = [_as_text(call.get("function", call)) for call in turn.tool_calls or []]
+    return "\n".join(part for part in (text or "", *calls) if part)
+
+
+def transcript_lines(episode: Episode, order: Sequence[Turn]) -> list[Line]:
+    """Task, turns in credit order, and before each turn what the environment said until then.
+
+    Failed calls and speaker selections are left out: nobody in the team read them.
+    """
+    lines = [Line("task", _as_text(episode.task))] if episode.task is not None else []
+    others: list[ToolEvent | HumanEvent] = [*episode.tools, *episode.humans]
+    waiting = sorted(others, key=lambda event: event.time)
+    for turn in order:
+        if turn.error is not None or turn.kind == "select":
+            continue
+        while waiting and waiting[0].time < turn.time:
+            lines.append(_environment(waiting.pop(0)))
+        lines.append(Line(turn.agent, _spoken(turn), is_action(turn)))
+    return lines + [_environment(event) for event in waiting]
+
+
+def _environment(event: ToolEvent | HumanEvent) -> Line:
+    if isinstance(event, ToolEvent):
+        return Line(f"tool {event.name}", _as_text(event.result))
+    return Line(event.name or "human", event.text or "")
+
+
+def tokenise(lines: Sequence[Line], encode: Callable[[str], list[int]]) -> Borders:
+    """Token ids of the transcript; pieces are encoded one by one, so a border is a token's end."""
+    separator = encode(SEPARATOR)
+    ids: list[int] = []
+    open_K: list[int] = []
+    named_K: list[int] = []
+    for line in lines:
+        ids += separator
+        if line.action:
+            open_K.append(len(ids) - 1)
+        ids += encode(f"{line.speaker}:")
+        if line.action:
+            named_K.append(len(ids) - 1)
+        ids += encode(f" {line.text}")
+    ids += separator
+    return Borders(ids, open_K, named_K, len(ids) - 1)
