@@ -1,0 +1,133 @@
+"""One base model in memory and one named LoRA adapter per agent on it.
+
+Invariant: the base is frozen and loaded once; every adapter comes from a folder (the version in
+use, or a fresh one with B = 0), so training starts from exactly what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from marft_agents.errors import ConfigError
+from marft_agents.registry import Registry, write_untrained_adapter
+from marft_agents.training._trl import disable_dropout_in_model
+from marft_agents.training.plan import AdapterPlan, NewAdapter, Plan
+
+
+def base_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """The base's number type: float32 on a CPU, as saved elsewhere, unless one is named."""
+    if name != "auto":
+        return getattr(torch, name)
+    return torch.float32 if device.type == "cpu" else "auto"
+
+
+def load_base(model_dir: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """The frozen base model.
+
+    Raises:
+        ConfigError: when the folder is no causal language model.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"cannot load {model_dir}: {str(error).splitlines()[0]}") from error
+    return model.to(device).requires_grad_(False)
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The model's tokenizer; only the critic's transcript goes through it.
+
+    Raises:
+        ConfigError: when the folder has none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{model_dir} has no usable tokenizer ({str(error).splitlines()[0]});"
+            " copy tokenizer.json and tokenizer_config.json of the model into it"
+        ) from error
+
+
+def attach_adapters(
+    base: Any, plan: Plan, registry: Registry, new: NewAdapter, seed: int, scratch: Path
+) -> PeftModel:
+    """The base with one trainable adapter per plan; the first one is active."""
+    model: PeftModel | None = None
+    for adapter in plan.adapters:
+        folder = _start_folder(adapter, plan, registry, new, seed, scratch)
+        if model is None:
+            model = PeftModel.from_pretrained(
+                base, str(folder), adapter_name=adapter.adapter, is_trainable=True
+            )
+        else:
+            model.load_adapter(str(folder), adapter.adapter, is_trainable=True)
+    if model is None:
+        raise ValueError("a plan has at least one adapter")
+    disable_dropout_in_model(model)
+    model.set_adapter(plan.adapters[0].adapter)
+    return model.eval()
+
+
+def _start_folder(
+    adapter: AdapterPlan, plan: Plan, registry: Registry, new: NewAdapter, seed: int, scratch: Path
+) -> Path:
+    if adapter.start is not None:
+        return registry.path(adapter.adapter, adapter.start)
+    return write_untrained_adapter(
+        scratch / "fresh" / adapter.adapter,
+        plan.model_dir,
+        rank=new.rank,
+        alpha=new.alpha,
+        target_modules=new.target_modules,
+        seed=seed,
+    )
+
+
+def adapter_state(model: PeftModel, adapter: str) -> dict[str, Tensor]:
+    """Copies of one adapter's tensors under their plain PEFT names, float32 on the CPU."""
+    state: dict[str, Tensor] = get_peft_model_state_dict(
+        model, adapter_name=adapter, save_embedding_layers=False
+    )
+    return {
+        name: tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, tensor in state.items()
+    }
+
+
+def stage_adapter(model: PeftModel, adapter: str, folder: Path) -> Path:
+    """Write one adapter as a PEFT folder of its own, ready to publish."""
+    folder.mkdir(parents=True)
+    save_file(adapter_state(model, adapter), folder / "adapter_model.safetensors", {"format": "pt"})
+    config = model.peft_config[adapter]
+    was = config.inference_mode
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    config.inference_mode = was
+    return folder
+
+
+def change_norms(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
+    """Norms that prove an adapter moved: of the change, and of B now."""
+
+    def norm(tensors: Sequence[Tensor]) -> float:
+        return float(torch.sqrt(sum((t.double() ** 2).sum() for t in tensors) + torch.zeros(())))
+
+    return {
+        "change_norm": norm([after[name] - before[name] for name in before]),
+        "b_norm": norm([tensor for name, tensor in after.items() if ".lora_B." in name]),
+    }
+
+
+def all_finite(state: dict[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
