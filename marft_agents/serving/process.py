@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,13 +20,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from marft_agents.errors import EngineError
+from marft_agents.errors import EngineError, ServerError
 from marft_agents.serving import guard
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import LOOPBACK, EngineCommand
 
 _TAIL_LINES = 15
 _POLL_S = 0.05
+_ERROR_LENGTH = 500
+_ERROR = re.compile(r"\b[\w.]*(Error|Exception): \S|\bmarft-agents: \S")
+# What an engine says when another of its processes failed; the cause stands further up.
+_CONSEQUENCE = re.compile(r"EngineDeadError|Engine core initialization failed|cancelled", re.I)
 Progress = Callable[[float, str], None]
 """Called with the seconds waited and the last line of the log."""
 
@@ -99,13 +104,23 @@ class GuardedProcess:
 
     def tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the log."""
+        return "\n".join(self._log_lines(16_384)[-lines:])
+
+    def last_error(self) -> str | None:
+        """The last line of the log that names an error worth knowing."""
+        for line in reversed(self._log_lines(1 << 20)):
+            if (match := _ERROR.search(line)) and not _CONSEQUENCE.search(line):
+                return line[match.start() :].strip()[:_ERROR_LENGTH]
+        return None
+
+    def _log_lines(self, size: int) -> list[str]:
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
+                file.seek(max(0, file.seek(0, os.SEEK_END) - size))
                 text = file.read().decode(errors="replace")
         except OSError:
-            return ""
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+            return []
+        return [line for line in text.splitlines() if line.strip()]
 
     def check_alive(self) -> None:
         """Raise when the process has ended.
@@ -115,11 +130,11 @@ class GuardedProcess:
         """
         if self.running:
             return
+        message = f"{self.name} ended with code {self.exit_code}; see {self.log}"
+        if error := self.last_error():
+            raise EngineError(f"{message}, whose last error is: {error}")
         tail = self.tail()
-        raise EngineError(
-            f"{self.name} ended with code {self.exit_code}; see {self.log}"
-            + (f", which ends with:\n{tail}" if tail else ", which is empty")
-        )
+        raise EngineError(message + (f", which ends with:\n{tail}" if tail else ", which is empty"))
 
     def stop(self, grace_s: float = 15.0) -> None:
         """Ask the group to end, then end it; safe to call again."""
@@ -167,8 +182,7 @@ class EngineProcess(GuardedProcess):
         """Wait until it answers a first request.
 
         Raises:
-            EngineError: when it dies meanwhile, with the end of its log.
-            ServerError: when it is not ready in time.
+            EngineError: when it dies or is not ready in time, with the error from its log.
         """
 
         start = time.monotonic()
@@ -183,6 +197,9 @@ class EngineProcess(GuardedProcess):
                 waited = time.monotonic() - start
                 tell(waited, "the engine is up; a first request warms it")
                 client.warm_up(max(1.0, timeout - waited))
-            except ConnectionError:
+            except ServerError as error:
                 self.check_alive()
-                raise
+                cause = self.last_error() or self.tail(1)
+                raise EngineError(
+                    f"{self.name} does not work: {error}; see {self.log}: {cause}"
+                ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from marft_agents.errors import EngineError, ServerError
+from marft_agents.errors import EngineError
 from marft_agents.serving import EngineCommand, EngineProcess, GuardedProcess, free_port
 from tests.serving import fake_engine
 
@@ -85,7 +85,7 @@ def test_an_engine_that_is_too_slow(tmp_path: Path) -> None:
     told: list[tuple[float, str]] = []
     with (
         _engine(tmp_path, "--delay", "30") as engine,
-        pytest.raises(ServerError, match="not ready"),
+        pytest.raises(EngineError, match=r"not ready.*e\.log: loading weights"),
     ):
         engine.wait_ready(0.4, lambda s, line: told.append((s, line)))
 
@@ -143,3 +143,24 @@ def test_nothing_outlives_a_parent_that_dies(tmp_path: Path, how: signal.Signals
     os.kill(parent.pid, how)
     parent.wait(10)
     _wait("the group outlived its parent", pids)
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("all well\n", None),
+        ("x ERROR [a.py:1] ValueError: bad model\nTraceback ...\n", "ValueError: bad model"),
+        (
+            "(EngineCore) RuntimeError: unsupported head_dim=8\n"
+            "(API) vllm.EngineDeadError: EngineCore encountered an issue.\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n"
+            "nanobind: leaked 64 types!\n",
+            "RuntimeError: unsupported head_dim=8",
+        ),
+        ("starting\nmarft-agents: no such model\n", "marft-agents: no such model"),
+    ],
+)
+def test_the_cause_is_found_in_a_long_log(tmp_path: Path, log: str, error: str | None) -> None:
+    (tmp_path / "log").write_text(log)
+    process = GuardedProcess(["x"], log=tmp_path / "log", name="it")
+    assert process.last_error() == error
