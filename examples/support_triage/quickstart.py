@@ -37,6 +37,11 @@ def say(message: str) -> None:
     print(f"[{time.monotonic() - STARTED:5.0f} s] {message}", flush=True)
 
 
+def starting(seconds: float, line: str) -> None:
+    """What the server printed last, every few seconds while it starts."""
+    say(f"  still starting after {seconds:.0f} s: {line.strip()[:100]}")
+
+
 async def play(
     tickets: list[Ticket],
     base_url: str,
@@ -159,7 +164,7 @@ def loop(args: argparse.Namespace, run: Path) -> int:
     # No higher rank than the adapters have: on a CPU every rank served is paid for.
     options = ["--engine", engine, "--max-lora-rank", "8", "--max-model-len", "1024"]
     with ServerProcess(
-        run / "adapters", model=model, agents=AGENTS, extra=options, progress=say
+        run / "adapters", model=model, agents=AGENTS, extra=options, progress=starting
     ) as server:
         base_url = server.url + "/v1"
         say(f"measure: {len(held_out)} held-out tickets, before")

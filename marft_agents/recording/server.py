@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-ACCEPTING_OWNERS = frozenset({"vllm", "marft"})
+ACCEPTING_OWNERS = frozenset({"vllm", "marft-agents"})
 TIMEOUT_S = 1.0
 _QUICK_S = 0.2
 _RETRY_QUICK_S = 5.0
@@ -108,7 +108,7 @@ def _judge(base_url: str, response: Any) -> Verdict:
             owners.add(str(model.get("owned_by")))
     if owners & ACCEPTING_OWNERS:
         return Verdict(True, f"{asked} names {sorted(owners & ACCEPTING_OWNERS)[0]}")
-    return Verdict(False, f"{asked} names the owners {sorted(owners)}, not vllm or marft")
+    return Verdict(False, f"{asked} names the owners {sorted(owners)}, not vllm or marft-agents")
 
 
 def _unreachable(base_url: str, error: Exception, started: float) -> Verdict:

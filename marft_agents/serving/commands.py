@@ -149,9 +149,17 @@ def vllm_command(
 
 
 def local_command(
-    model_dir: Path, *, port: int, python: str = sys.executable, extra: Sequence[str] = ()
+    model_dir: Path,
+    *,
+    port: int,
+    max_lora_rank: int,
+    max_model_len: int | None = None,
+    python: str = sys.executable,
+    extra: Sequence[str] = (),
 ) -> EngineCommand:
     """The engine of this package, on transformers and PEFT."""
     argv = [python, "-m", "marft_agents.serving.local", "--model", str(model_dir)]
     argv += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", BASE_NAME]
+    argv += ["--max-lora-rank", str(max_lora_rank)]
+    argv += ["--max-model-len", str(max_model_len)] if max_model_len is not None else []
     return EngineCommand((*argv, *extra), {"HF_HUB_OFFLINE": "1"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator
 
@@ -55,8 +56,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _engine_command(settings: ServeSettings, plan: Plan, port: int) -> EngineCommand:
     if settings.engine == "local":
-        python = {"python": settings.engine_python} if settings.engine_python else {}
-        return local_command(plan.model_dir, port=port, extra=settings.engine_args, **python)
+        return local_command(
+            plan.model_dir,
+            port=port,
+            max_lora_rank=plan.limits.max_lora_rank,
+            max_model_len=settings.max_model_len,
+            python=settings.engine_python or sys.executable,
+            extra=settings.engine_args,
+        )
     install = find_vllm(settings.engine_python) if settings.engine_python else find_vllm()
     return vllm_command(
         plan.model_dir,

@@ -66,7 +66,7 @@ def test_a_server_of_another_kind_gets_the_request_as_it_is(
     assert not log.turns[0].trainable and log.turns[0].text == "a"
 
 
-@pytest.mark.parametrize("owner", ["vllm", "marft"])
+@pytest.mark.parametrize("owner", ["vllm", "marft-agents"])
 def test_a_server_is_asked_once(owner: str) -> None:
     with recording(["a"] * 3, owned_by=owner) as (server, recorder, log):
         recorder.attach_client(client := sdk(server), "planner")

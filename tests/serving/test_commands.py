@@ -82,10 +82,12 @@ def test_slots_for_old_and_new_of_every_agent() -> None:
 
 
 def test_local(model: Path) -> None:
-    command = local_command(model, port=9, extra=["--max-batch", "4"])
+    command = local_command(
+        model, port=9, max_lora_rank=8, max_model_len=64, extra=["--max-batch", "4"]
+    )
     assert " ".join(command.argv) == (
         f"{sys.executable} -m marft_agents.serving.local --model {model} --host 127.0.0.1 --port 9"
-        " --served-model-name base --max-batch 4"
+        " --served-model-name base --max-lora-rank 8 --max-model-len 64 --max-batch 4"
     )
 
 

@@ -56,7 +56,7 @@ def test_health_and_models(client: TestClient, world: World) -> None:
     assert (cards["base"]["root"], cards["base"]["parent"]) == (str(world.model), None)
     router = cards["router@v1"]
     assert (router["root"], router["parent"]) == (str(world.folders["router@v1"]), "base")
-    assert (router["owned_by"], router["max_model_len"]) == ("marft", 1024)
+    assert (router["owned_by"], router["max_model_len"]) == ("marft-agents", 1024)
 
 
 def test_a_chat_reply(client: TestClient, world: World) -> None:

@@ -75,7 +75,7 @@ class _Routes:
                 "id": name,
                 "object": "model",
                 "created": 0,
-                "owned_by": "marft",
+                "owned_by": "marft-agents",
                 "root": root,
                 "parent": parent,
                 "max_model_len": self._model.window,
