@@ -151,23 +151,33 @@ def fit_head(
     return head.requires_grad_(False)
 
 
+def cross_fit(
+    episodes: Sequence[EpisodeView],
+    features: Sequence[EpisodeFeatures],
+    settings: CriticSettings,
+) -> list[EpisodeValues]:
+    """Values of every episode from a head fitted on the other folds."""
+    order = torch.randperm(
+        len(episodes), generator=torch.Generator().manual_seed(settings.seed)
+    ).tolist()
+    folds = min(settings.folds, len(episodes))
+    values = [EpisodeValues([], 0.0)] * len(episodes)
+    for fold in range(folds):
+        held_out = set(order[fold::folds])
+        rest = [i for i in range(len(episodes)) if i not in held_out]
+        head = fit_head([episodes[i] for i in rest], [features[i] for i in rest], settings)
+        for i in held_out:
+            values[i] = _values(head, episodes[i], features[i])
+    return values
+
+
 def fit_critic(
     episodes: Sequence[EpisodeView],
     features: Sequence[EpisodeFeatures],
     settings: CriticSettings,
 ) -> FittedCritic:
-    """Cross-fitted values of every episode, and one head fitted on all of them."""
-    order = torch.randperm(
-        len(episodes), generator=torch.Generator().manual_seed(settings.seed)
-    ).tolist()
-    folds = min(settings.folds, len(episodes))
-    values: list[EpisodeValues] = [EpisodeValues([], 0.0)] * len(episodes)
-    for fold in range(folds):
-        held_out = set(order[fold::folds])
-        rest = [i for i in range(len(episodes)) if i not in held_out] or list(held_out)
-        head = fit_head([episodes[i] for i in rest], [features[i] for i in rest], settings)
-        for i in held_out:
-            values[i] = _values(head, episodes[i], features[i])
+    """Cross-fitted values of every episode (at least two), and a head fitted on all of them."""
+    values = cross_fit(episodes, features, settings)
     values, shrinkage, explained = _shrink(episodes, values, settings.gamma)
     return FittedCritic(values, fit_head(episodes, features, settings), explained, shrinkage)
 

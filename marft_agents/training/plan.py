@@ -105,11 +105,11 @@ def make_plan(
         AdapterError: an adapter is of another base, or one that the server would refuse.
         RewardError, NothingToLearn: there is no reward, or nothing to learn from it.
     """
-    require_signal(data)
     published = registry.agents()
     roles = resolve_adapters(
         {row.agent for row in data.rows}, agents, recorded=data.agents, published=published
     )
+    require_signal(data)
     limit = max_length or context_length(model_dir) or 1 << 30
     by_adapter = _rows_by_adapter(data, roles, base, limit)
     adapters = [

@@ -146,3 +146,23 @@ def snapshot(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def publish_trained(registry: Registry, model_dir: Path, agent: str, *, seed: int = 7) -> int:
+    """One more version of an agent, with a B that is not zero; returns its number."""
+    from safetensors.torch import load_file, save_file
+
+    staged = registry.root.parent / f"staged-{agent}"
+    write_untrained_adapter(staged, model_dir, rank=4, seed=seed)
+    weights = staged / "adapter_model.safetensors"
+    draw = torch.Generator().manual_seed(seed)
+    state = {
+        name: tensor if ".lora_A." in name else torch.randn(tensor.shape, generator=draw) * 0.3
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(state, weights, {"format": "pt"})
+    manifest = registry.publish(
+        agent, staged, base=describe_base(model_dir), parent=registry.current(agent)
+    )
+    shutil.rmtree(staged)
+    return manifest.version

@@ -1,0 +1,290 @@
+"""``finetune``: a user's mistake is one line, exit code 2, and nothing on disk changes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marft_agents.cli import main
+from marft_agents.errors import SwapError
+from marft_agents.registry import Registry, describe_base
+from marft_agents.schema import RewardEvent
+from marft_agents.training._quiet import quiet, set_environment
+from tests.tiny_model import make_tiny_model
+from tests.training.synthetic import Team, TinyModel, publish_untrained, snapshot
+
+set_environment()
+CASES = Path(__file__).parents[1] / "cases"
+
+
+@dataclass
+class Shop:
+    """A folder with a model, logs and adapters, and the command to run on them."""
+
+    root: Path
+    model: Path
+    tiny: TinyModel
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def team(self) -> Team:
+        return Team(self.tiny, self.root / "logs")
+
+    def run(self, *options: str, logs: str = "logs", model: Path | None = None) -> tuple[int, str]:
+        """Exit code and output."""
+        arguments = ["finetune", logs, "--model", str(model or self.model), "--set", "use_cpu=true"]
+        self.monkeypatch.setattr(sys, "argv", ["marft-agents", *arguments, *options])
+        self.monkeypatch.chdir(self.root)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        told = self.capsys.readouterr()
+        self.error = told.err
+        return int(stopped.value.code or 0), told.out
+
+    def refuses(self, *options: str, logs: str = "logs", model: Path | None = None) -> str:
+        """The one line of an error, after checking that nothing changed."""
+        before = snapshot(self.root)
+        code, _ = self.run(*options, logs=logs, model=model)
+        assert code == 2
+        assert self.error.startswith("marft-agents: ") and self.error.count("\n") == 1
+        assert snapshot(self.root) == before
+        return self.error
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    with quiet():
+        return TinyModel(folder)
+
+
+@pytest.fixture
+def shop(
+    tmp_path: Path,
+    tiny: TinyModel,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Shop:
+    publish_untrained(tmp_path / "adapters", tiny.folder)
+    return Shop(tmp_path, tiny.folder, tiny, capsys, monkeypatch)
+
+
+def test_logs_in_new_versions_out_and_the_next_commands(shop: Shop) -> None:
+    shop.team.write(10)
+    code, out = shop.run("--epochs", "1", "--learning-rate", "1e-3", "--seed", "3")
+    assert code == 0
+    assert Registry(shop.root / "adapters").versions("router") == [1, 2]
+    assert "marft-agents swap router --adapters adapters --version 2" in out
+    assert f"marft-agents serve adapters --model {shop.model}" in out
+    assert "v1 -> v2  no" in out
+    manifest = Registry(shop.root / "adapters").manifest("router", 2)
+    assert manifest.training["settings"] == {
+        "learning_rate": 1e-3,
+        "num_train_epochs": 1,
+        "seed": 3,
+    }
+
+
+def test_settings_come_from_the_file_then_set_then_flags(shop: Shop) -> None:
+    shop.team.write(8)
+    (shop.root / "my.yaml").write_text("num_train_epochs: 1\nlora_rank: 24\nagents:\n  x: y\n")
+    assert "names 'x'" in shop.refuses("--config", "my.yaml")
+    assert "24" not in shop.refuses("--config", "my.yaml", "--set", "lora_rank=4")
+    code, _ = shop.run("--config", "my.yaml", "--set", "agents={}", "--rank", "8", "--dry-run")
+    assert code == 0
+
+
+def test_a_dry_run_stops_after_the_preflight(shop: Shop) -> None:
+    shop.team.write(8)
+    before = snapshot(shop.root)
+    code, out = shop.run("--dry-run")
+    assert code == 0 and "dry run: nothing was trained" in out and "router@v1 x8" in out
+    assert snapshot(shop.root) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "learning_rte=1"], "did you mean 'learning_rate'"),
+        (["--set", "gamma=2"], "gamma is 2.0; it must be between 0 and 1"),
+        (["--config", "missing.yaml"], "cannot read the config missing.yaml"),
+        (["--reward", "nowhere"], "package.module:function"),
+        (["--set", "agents={roter: roter}"], "did you mean 'router'"),
+        (["--operator-key-env", "MARFT_NO_SUCH", "--server", "http://127.0.0.1:9"],
+         "MARFT_NO_SUCH is not set"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_line(options: list[str], message: str, shop: Shop) -> None:
+    shop.team.write(8)
+    assert message in shop.refuses(*options)
+
+
+def test_case_30_an_empty_log_folder_is_named(shop: Shop) -> None:
+    (shop.root / "empty").mkdir()
+    assert "empty" in shop.refuses(logs="empty")
+    assert "nowhere does not exist" in shop.refuses(logs="nowhere")
+
+
+def test_a_missing_model_is_named(shop: Shop) -> None:
+    shop.team.write(2)
+    assert "no model folder at 'nowhere'" in shop.refuses(model=Path("nowhere"))
+
+
+def test_case_15_a_log_without_a_usable_reward_changes_nothing(shop: Shop) -> None:
+    values = [json.loads(x)["value"] for x in (CASES / "15-rewards.jsonl").read_text().splitlines()]
+    assert len([v for v in values if RewardEvent(episode_id="e", value=v).value is None]) == 4
+    team = shop.team
+    team.write(3, reward=lambda router, writer: float("nan"))
+    team.write(3, prefix="s", reward=lambda router, writer: "0.5")
+    team.write(3, prefix="n", reward=lambda router, writer: None)
+    message = shop.refuses()
+    assert "no usable episode among 9" in message
+    assert "6 refused reward" in message and "3 no reward" in message
+
+
+def test_case_15_bad_rewards_are_counted_and_the_rest_is_trained(shop: Shop) -> None:
+    shop.team.write(8)
+    shop.team.write(2, prefix="nan", reward=lambda router, writer: float("nan"))
+    code, out = shop.run("--epochs", "1")
+    assert code == 0
+    assert "episodes: 8 of 10 usable" in out and "2 refused reward" in out
+
+
+def test_case_16_rewards_without_spread_are_no_signal(shop: Shop) -> None:
+    shop.team.write(5, reward=lambda router, writer: 0.7)
+    assert "no signal" in shop.refuses()
+
+
+def test_a_failing_reward_function_is_counted_and_named(shop: Shop) -> None:
+    shop.team.write(4, reward=lambda router, writer: None)
+    (shop.root / "grading_of_mine.py").write_text("def score(episode): return float('nan')\n")
+    shop.monkeypatch.setattr(sys, "path", list(sys.path))
+    before = snapshot(shop.root)
+    code, out = shop.run("--reward", "grading_of_mine:score")
+    del sys.modules["grading_of_mine"]
+    assert code == 2 and "4 failed" in out and "episode e0: not a finite number: nan" in out
+    after = {k: v for k, v in snapshot(shop.root).items() if "__pycache__" not in k}
+    assert after == before and "no usable episode" in shop.error
+
+
+def test_case_12_a_rank_above_the_servers_limit_is_refused(shop: Shop) -> None:
+    team = shop.team
+    team.adapters["poet"] = None
+    team.write(8, agents=("router", "poet"))
+    message = shop.refuses("--rank", "24")
+    assert "24" in message and "16" in message and "--max-lora-rank" in message
+
+
+def test_the_wrong_base_model_is_refused(shop: Shop) -> None:
+    shop.team.write(8)
+    other = make_tiny_model(shop.root / "other", seed=9)
+    assert "was trained for the base" in shop.refuses(model=other)
+
+
+def test_logs_of_another_model_are_refused_by_the_replay(shop: Shop) -> None:
+    team = shop.team
+    team.shift = -0.5
+    team.write(6)
+    message = shop.refuses()
+    assert "agent 'router', recorded under router@v1" in message and "0.500 on average" in message
+
+
+def test_a_server_that_is_down_is_one_line_before_training(shop: Shop) -> None:
+    shop.team.write(8)
+    (shop.root / "adapters" / ".operator-key").write_text("k" * 40 + "\n")
+    (shop.root / "adapters" / ".operator-key").chmod(0o600)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert url in shop.refuses("--server", url)
+
+
+@dataclass
+class FakeGateway:
+    """Stands in for the gateway's client."""
+
+    model: Path
+    limit: int = 16
+    refuse: str | None = None
+    swaps: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+
+    def __call__(self, url: str, **options: Any) -> FakeGateway:
+        return self
+
+    def __enter__(self) -> FakeGateway:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        base = describe_base(self.model).model_dump(mode="json")
+        return {"base": base, "agents": {}, "max_lora_rank": self.limit}
+
+    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
+        if agent == self.refuse:
+            raise SwapError(f"{agent}: the engine refused")
+        self.swaps.append((agent, version))
+        return {}
+
+
+def use(gateway: FakeGateway, shop: Shop) -> None:
+    shop.monkeypatch.setattr("marft_agents.cli.finetune.GatewayClient", gateway)
+
+
+def test_new_versions_are_swapped_into_a_running_server(shop: Shop) -> None:
+    shop.team.write(8)
+    gateway = FakeGateway(shop.model)
+    use(gateway, shop)
+    code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
+    assert code == 0
+    assert gateway.swaps == [("router", 2), ("writer", 2)]
+    assert out.count("v1 -> v2  yes") == 2 and "marft-agents swap" not in out
+
+
+def test_a_swap_that_fails_keeps_the_version_and_says_how_to_repeat_it(shop: Shop) -> None:
+    shop.team.write(8)
+    gateway = FakeGateway(shop.model, refuse="router")
+    use(gateway, shop)
+    code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
+    assert code == 2 and "router: the engine refused" in shop.error
+    assert gateway.swaps == [("writer", 2)]
+    assert "v1 -> v2  failed" in out
+    assert "marft-agents swap router --adapters adapters --version 2 --server" in out
+
+
+def test_the_servers_limits_are_checked_before_training(shop: Shop) -> None:
+    shop.team.write(8)
+    use(FakeGateway(shop.model, limit=1), shop)
+    message = shop.refuses("--server", "http://127.0.0.1:1")
+    assert "router@v1" in message and "--max-lora-rank" in message
+    use(FakeGateway(make_tiny_model(shop.root / "other", seed=9)), shop)
+    assert "serves the base other" in shop.refuses("--server", "http://127.0.0.1:1")
+
+
+def test_help_and_plain_mistakes_load_no_training_library() -> None:
+    code = (
+        "import sys; sys.argv = ['marft-agents', 'finetune', 'nowhere', '--model', 'x'];"
+        "from marft_agents.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "2 False"
+
+
+def test_a_missing_extra_names_the_pip_command(shop: Shop) -> None:
+    shop.team.write(2)
+    for name in [n for n in sys.modules if n.startswith("marft_agents.training.")]:
+        if name.rsplit(".", 1)[-1] not in ("_quiet", "options"):
+            shop.monkeypatch.delitem(sys.modules, name)
+    shop.monkeypatch.setitem(sys.modules, "trl.trainer", None)
+    message = shop.refuses()
+    assert "pip install 'marft-agents[train]'" in message
