@@ -304,17 +304,21 @@ class Episode(Record):
 
     @property
     def untrainable_reason(self) -> str | None:
-        """Why the whole episode is left out of training; ``None`` when it can be used."""
+        """Why the whole episode is left out of training; ``None`` when it can be used.
+
+        An episode that failed and was scored all the same counts as over: its earlier turns are
+        what led there.
+        """
         if not self.turns:
             return "no model call was recorded"
         if self.refused_rewards:
             return f"refused reward ({self.refused_rewards[-1].refused})"
+        if not self.scored and self.ended is not None and self.ended.reason == "failed":
+            return f"no reward, the episode failed ({self.ended.detail or 'no detail'})"
         if not self.scored:
             return "no reward"
         if self.ended is None:
             return "the episode never ended (still running, or the app was killed)"
-        if self.ended.reason == "failed":
-            return f"the episode failed ({self.ended.detail or 'no detail'})"
         return None
 
 

@@ -239,9 +239,10 @@ def test_a_missing_reward_is_not_zero() -> None:
         (episode(), "no reward"),
         (episode(reward(), ended=None), "never ended"),
         (
-            episode(reward(), ended=EpisodeEnded(episode_id="e", reason="failed", detail="boom")),
-            "the episode failed (boom)",
+            episode(ended=EpisodeEnded(episode_id="e", reason="failed", detail="boom")),
+            "no reward, the episode failed (boom)",
         ),
+        (episode(reward(), ended=EpisodeEnded(episode_id="e", reason="failed")), None),
         (episode(reward(), ended=EpisodeEnded(episode_id="e", reason="truncated")), None),
     ],
 )  # fmt: skip

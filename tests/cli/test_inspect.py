@@ -62,7 +62,6 @@ OTHERS: list[AnyEvent] = [
     reward("unscored", None),
     ended("unscored"),
     turn(0, episode="failed-1"),
-    reward("failed-1", 0.0),
     ended("failed-1", reason="failed", detail="boom 1"),
     turn(0, episode="failed-2", adapter_end="planner@v2"),
     reward("failed-2", 0.5),
@@ -118,9 +117,9 @@ def test_the_summary_as_json(logs: Path) -> None:
     seen = document(logs)
     assert seen["episodes"] == {
         "total": 5,
-        "scored": 3,
-        "trainable": 1,
-        "left_out": {"the episode failed": 2, "no reward": 1, "refused reward": 1},
+        "scored": 2,
+        "trainable": 2,
+        "left_out": {"no reward, the episode failed": 1, "no reward": 1, "refused reward": 1},
         "ended": {"failed": 2, "truncated": 1, "terminated": 1, "not ended": 1},
         "incomplete": 1,
     }
@@ -134,19 +133,19 @@ def test_the_summary_as_json(logs: Path) -> None:
     }
     assert seen["agents"]["planner"]["left_out"] == {
         "its episode is left out: no reward": 1,
-        "its episode is left out: the episode failed": 1,
+        "its episode is left out: no reward, the episode failed": 1,
         "adapter version changed during the call": 1,
         "its episode is left out: refused reward": 1,
     }
     for agent in seen["agents"].values():
         assert agent["turns"] == agent["trainable"] + sum(agent["left_out"].values())
     assert seen["rewards"] == {
-        "records": {"numbers": 5, "empty": 1, "refused": 1},
-        "team": {"scored": 3, "mean": 0.5, "min": 0.0, "max": 1.0},
+        "records": {"numbers": 4, "empty": 1, "refused": 1},
+        "team": {"scored": 2, "mean": 0.75, "min": 0.5, "max": 1.0},
         "by_team": [
             {"agents": ["coder", "planner"], "scored": 1, "mean": 1.0, "min": 1.0, "max": 1.0},
             {"agents": ["critic", "planner"], "scored": 0, "mean": None, "min": None, "max": None},
-            {"agents": ["planner"], "scored": 2, "mean": 0.25, "min": 0.0, "max": 0.5},
+            {"agents": ["planner"], "scored": 1, "mean": 0.5, "min": 0.5, "max": 0.5},
         ],
         "by_agent": {"coder": {"scored": 1, "mean": 0.25, "min": 0.25, "max": 0.25}},
     }
@@ -163,14 +162,14 @@ def test_the_summary_for_people(logs: Path) -> None:
     text = run(logs)
     lines = rows(text)
     assert ["episodes", "5"] in lines
-    assert "  left out: 2  the episode failed\n" in text
+    assert "  left out: 1  no reward, the episode failed\n" in text
     assert ["coder", "2", "1", "6", "5", "3"] in lines
     assert "  coder, left out: 1  not an action of the agent (kind summary)\n" in text
     assert "agents with no trainable turn: critic\n" in text
-    assert ["team", "reward,", "all", "episodes", "3", "0.5", "0", "1"] in lines
+    assert ["team", "reward,", "all", "episodes", "2", "0.75", "0.5", "1"] in lines
     assert ["of", "critic,", "planner", "0", "-", "-", "-"] in lines
     assert ["reward", "of", "coder", "1", "0.25", "0.25", "0.25"] in lines
-    assert "reward records: 5 numbers, 1 empty, 1 refused\n" in text
+    assert "reward records: 4 numbers, 1 empty, 1 refused\n" in text
     assert "  planner@v1 to planner@v2  1 turn\n" in text
     assert f":{len(GOOD + OTHERS) + 1} (byte " in text
     assert "duplicate turns dropped  1\n" in text

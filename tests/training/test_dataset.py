@@ -111,7 +111,7 @@ def test_case_3_null_content_beside_tool_calls() -> None:
         (episode(turn(), reward=None), "no reward"),
         (episode(turn(), reward=float("nan")), "refused reward"),
         (episode(turn(), end=None), "the episode never ended"),
-        (episode(turn(), end="failed"), "the episode failed"),
+        (episode(turn(), end="failed", reward=None), "no reward, the episode failed"),
         (episode(), "no model call was recorded"),
         (episode(turn(kind="select")), "no answered action"),
         (
