@@ -33,7 +33,7 @@ class _Server:
     """A running gateway, checked before training."""
 
     client: GatewayClient
-    max_lora_rank: int | None
+    state: Mapping[str, Any]
 
 
 @click.command("finetune")
@@ -130,8 +130,7 @@ def _connect(stack: ExitStack, url: str, key_env: str | None, output: Path, mode
             f"{url} serves the base {served.get('name')} ({str(served.get('fingerprint'))[:12]}),"
             f" and --model is {ours.name} ({ours.fingerprint[:12]}); give the base that is served"
         )
-    limit = state.get("max_lora_rank")
-    return _Server(client, limit if isinstance(limit, int) else None)
+    return _Server(client, state)
 
 
 def _train(
@@ -145,18 +144,22 @@ def _train(
 ) -> FinetuneResult | None:
     set_environment()
     try:
-        from marft_agents.training import MarftConfig, finetune
+        from marft_agents.training import MarftConfig, ServerLimits, finetune
     except ImportError as error:
         if isinstance(error, MissingExtraError):
             raise
         raise MissingExtraError("train", needed_for="marft-agents finetune") from error
+    limits = None
+    if gateway is not None:
+        modules = gateway.state.get("target_modules")
+        limits = ServerLimits(int(gateway.state["max_lora_rank"]), modules or None)
     return finetune(
         list(logs),
         model=model,
         output=output,
         config=MarftConfig(**merge(MarftConfig, layers)),
         reward=reward,
-        max_lora_rank=gateway.max_lora_rank if gateway else None,
+        limits=limits,
         dry_run=dry_run,
         say=say,
     )

@@ -13,15 +13,18 @@ from marft_agents.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from marft_agents.training.config import MarftConfig
-    from marft_agents.training.offline import FinetuneResult, finetune
+    from marft_agents.training.offline import finetune
+    from marft_agents.training.plan import ServerLimits
+    from marft_agents.training.results import FinetuneResult
     from marft_agents.training.trainer import MarftTrainer
 
-__all__ = ["FinetuneResult", "MarftConfig", "MarftTrainer", "finetune"]
+__all__ = ["FinetuneResult", "MarftConfig", "MarftTrainer", "ServerLimits", "finetune"]
 
 _HOMES = {
-    "FinetuneResult": "offline",
+    "FinetuneResult": "results",
     "MarftConfig": "config",
     "MarftTrainer": "trainer",
+    "ServerLimits": "plan",
     "finetune": "offline",
 }
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from marft_agents.errors import ConfigError, RegistryError
 from marft_agents.log import LogReader
 from marft_agents.registry import Registry, describe_base, resolve_model_dir
 from marft_agents.rewards import RewardFunction, ScoreTally, score_episodes
@@ -23,7 +24,14 @@ from marft_agents.training import _quiet
 from marft_agents.training.advantages import Credits, assign_credit
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet, read_training_set
-from marft_agents.training.plan import AdapterPlan, NewAdapter, Plan, Untouched, make_plan
+from marft_agents.training.plan import (
+    AdapterPlan,
+    NewAdapter,
+    Plan,
+    ServerLimits,
+    Untouched,
+    make_plan,
+)
 from marft_agents.training.preflight import plan_lines, reading_lines, table
 from marft_agents.training.progress import Progress
 from marft_agents.training.publish import Trained, publish_all, save_critic, write_lines
@@ -41,7 +49,7 @@ def finetune(
     output: str | Path,
     config: MarftConfig | None = None,
     reward: RewardFunction | None = None,
-    max_lora_rank: int | None = None,
+    limits: ServerLimits | None = None,
     dry_run: bool = False,
     say: Say = print,
 ) -> FinetuneResult | None:
@@ -52,7 +60,7 @@ def finetune(
         model: the base that answered: a folder or a hub id.
         output: the registry's folder.
         reward: scores the episodes that nobody scored.
-        max_lora_rank: the server's limit; ``config.max_lora_rank`` when not given.
+        limits: what the server takes; ``config.max_lora_rank`` when not given.
         dry_run: stop after saying what would be trained.
         say: receives every line of output.
 
@@ -63,6 +71,10 @@ def finetune(
         MarftError: with nothing published.
     """
     config = config or MarftConfig()
+    if config.world_size > 1:
+        raise ConfigError(
+            f"{config.world_size} training processes were started; start one, without a launcher"
+        )
     reader, registry = LogReader(*logs), Registry(output)
     base, model_dir = describe_base(model), resolve_model_dir(model)
     data, tally = _read(reader, reward)
@@ -76,7 +88,7 @@ def finetune(
         agents=config.agents,
         new=NewAdapter(config.lora_rank, config.lora_alpha, config.lora_target_modules),
         max_length=config.max_length,
-        max_lora_rank=max_lora_rank or config.max_lora_rank,
+        limits=limits or ServerLimits(config.max_lora_rank),
     )
     for line in plan_lines(plan):
         say(line)
@@ -120,12 +132,15 @@ def _run(
     trained = [
         Trained(a, meters[a.adapter].finish(), meters[a.adapter].probe(), metrics) for a in kept
     ]
-    adapters = publish_all(session, trained, credits, critic, scratch / "staged", logs_read)
     rows = plan.data.rows
     by_action = {(rows[i].episode, rows[i].k): w for i, w in credits.weight.items()}
     credit_file = registry.root / "credit.jsonl"
-    write_lines(credit_file, credit_lines(credits, by_action))
-    save_critic(registry.root, critic, plan.base, config)
+    try:
+        adapters = publish_all(session, trained, credits, critic, scratch / "staged", logs_read)
+        write_lines(credit_file, credit_lines(credits, by_action))
+        save_critic(registry.root, critic, plan.base, config)
+    except OSError as error:
+        raise RegistryError(f"cannot write to {registry.root}: {error}") from error
     flat = [Untouched(name, "no signal: its turns do not differ") for name in credits.flat]
     scored = sum(rows[i].length for i, w in credits.weight.items() if w > 0)
     return FinetuneResult(

@@ -64,8 +64,8 @@ class Pack:
         sequence = _inputs(turn)
         return len(sequence) - len(self._walk(sequence))
 
-    def add(self, row: int, turn: Scorable) -> None:
-        sequence = _inputs(turn)
+    def insert(self, sequence: Sequence[int]) -> list[int]:
+        """Nodes of the sequence, in order; those that are not there yet are added."""
         path = self._walk(sequence)
         if len(path) < len(sequence):
             self.runs.append((len(self.ids), path[-1] if path else -1))
@@ -76,6 +76,10 @@ class Pack:
             self.ids.append(sequence[depth])
             self.depth.append(depth)
             path.append(node)
+        return path
+
+    def add(self, row: int, turn: Scorable) -> None:
+        path = self.insert(_inputs(turn))
         self.rows.append(row)
         self.predictors.append(path[len(turn.prompt_ids) - 1 :])
         self.targets.append(list(turn.token_ids))

@@ -68,6 +68,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class ServerLimits:
+    """What the server that will serve the adapters takes."""
+
+    max_lora_rank: int
+    target_modules: list[str] | None = None
+    """Modules that it prepares for adapters; ``None``: not known."""
+
+
+@dataclass(frozen=True)
 class NewAdapter:
     """Shape of an adapter that does not exist yet."""
 
@@ -95,7 +104,7 @@ def make_plan(
     agents: Mapping[str, str],
     new: NewAdapter,
     max_length: int | None,
-    max_lora_rank: int,
+    limits: ServerLimits,
 ) -> Plan:
     """Decide what is trained.
 
@@ -121,7 +130,7 @@ def make_plan(
         why = "; ".join(f"{u.name}: {u.why}" for u in untouched)
         raise NothingToLearn(f"no trainable turn ({why}); nothing was changed")
     plan = Plan(data, base, model_dir, limit, adapters, untouched)
-    _check_servable(plan, registry, new, max_lora_rank)
+    _check_servable(plan, registry, new, limits)
     return plan
 
 
@@ -195,7 +204,7 @@ def _untouched(
     return out + [Untouched(adapter, "0 samples") for adapter in silent]
 
 
-def _check_servable(plan: Plan, registry: Registry, new: NewAdapter, limit: int) -> None:
+def _check_servable(plan: Plan, registry: Registry, new: NewAdapter, limits: ServerLimits) -> None:
     """Refuse now what the server would refuse after hours of training."""
     for adapter in plan.adapters:
         if adapter.start is not None:
@@ -211,9 +220,22 @@ def _check_servable(plan: Plan, registry: Registry, new: NewAdapter, limit: int)
             config = _fresh_config(new)
             name = f"the new adapter {adapter.adapter}"
         try:
-            validate_adapter_config(config, max_lora_rank=limit)
+            validate_adapter_config(config, max_lora_rank=limits.max_lora_rank)
         except AdapterError as error:
             raise AdapterError(f"{name}: {error}") from error
+        _check_modules(name, config["target_modules"], limits)
+
+
+def _check_modules(name: str, targets: Sequence[str], limits: ServerLimits) -> None:
+    """An engine drops weights of modules that it did not prepare, without a word."""
+    prepared = limits.target_modules
+    ignored = sorted({t.rsplit(".", 1)[-1] for t in targets} - set(prepared or targets))
+    if prepared and ignored:
+        raise AdapterError(
+            f"{name} trains {', '.join(ignored)}, and the server prepares only"
+            f" {', '.join(sorted(prepared))} for adapters; restart serve with --target-modules"
+            f" {','.join(sorted({*prepared, *ignored}))}, or set lora_target_modules"
+        )
 
 
 def _fresh_config(new: NewAdapter) -> dict[str, Any]:

@@ -50,23 +50,26 @@ def tree_mask(pack: Pack) -> Tensor:
     return mask
 
 
+def tree_inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
+    """What a transformers model needs to read a tree in one pass."""
+    return {
+        "input_ids": torch.tensor([pack.ids], device=device),
+        "position_ids": torch.tensor([pack.depth], device=device),
+        "attention_mask": None if pack.is_chain else tree_mask(pack)[None, None].to(device),
+        "use_cache": False,
+    }
+
+
 def score(
     model: Any, pack: Pack, temperature_B: Sequence[float], *, entropy: bool = False
 ) -> Scores:
     """Score a pack's turns; ``temperature_B`` has one entry a turn of the pack."""
     device = model.device
-    mask = None if pack.is_chain else tree_mask(pack)[None, None].to(device)
     predictors = torch.tensor(list(chain.from_iterable(pack.predictors)), device=device)
     keep, where_T = torch.unique(predictors, return_inverse=True)
     lengths = torch.tensor([len(t) for t in pack.targets], device=device)
     row_T = torch.repeat_interleave(torch.arange(len(pack.targets), device=device), lengths)
-    out = model(
-        input_ids=torch.tensor([pack.ids], device=device),
-        position_ids=torch.tensor([pack.depth], device=device),
-        attention_mask=mask,
-        use_cache=False,
-        logits_to_keep=keep,
-    )
+    out = model(**tree_inputs(pack, device), logits_to_keep=keep)
     temperature_T = torch.tensor(temperature_B, device=device)[row_T]
     logits = out.logits[0].float()[where_T] / temperature_T[:, None]
     targets_T = torch.tensor(list(chain.from_iterable(pack.targets)), device=device)

@@ -86,7 +86,10 @@ class Session:
         longer = sum(len(t.ids) > window for t in transcripts)
         with use_adapter(self.model, None):
             features = read_features(
-                self.model.get_base_model().base_model, transcripts, max_length=window
+                self.model.get_base_model().base_model,
+                transcripts,
+                max_length=window,
+                pack_tokens=config.pack_tokens if self.share else 0,
             )
         critic = fit_critic(episodes, features, critic_settings(config))
         windowed = f" ({longer} longer than {window}, read in windows)" if longer else ""

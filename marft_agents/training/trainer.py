@@ -126,6 +126,7 @@ class MarftTrainer(BaseTrainer):
         self._sums: dict[str, list[float]] = defaultdict(list)
         loop = copy.copy(args)
         loop.num_train_epochs = 1.0  # the sampler holds every adapter's passes
+        loop._n_gpu = min(loop.n_gpu, 1)  # pyright: ignore[reportPrivateUsage] has no setter; one device, no copies of the model
         super().__init__(
             model=model,
             args=loop,

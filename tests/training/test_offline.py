@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from marft_agents.errors import NothingToLearn, TrainingError
+from marft_agents.errors import ConfigError, NothingToLearn, RegistryError, TrainingError
 from marft_agents.log import LogReader
 from marft_agents.registry import Registry
 from marft_agents.training import FinetuneResult, MarftConfig, MarftTrainer, finetune
@@ -305,3 +306,29 @@ def test_a_log_without_reward_spread_changes_nothing(
             say=lambda line: None,
         )
     assert snapshot(tmp_path) == before
+
+
+def test_several_processes_are_refused_before_any_of_them_publishes(
+    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MarftConfig, "world_size", 2)
+    with pytest.raises(ConfigError, match="2 training processes were started; start one"):
+        finetune([run.logs], model=str(model_dir), output=tmp_path / "a", config=settings())
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_registry_that_cannot_be_written_is_named(
+    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Registry, "publish", full)
+    with pytest.raises(RegistryError, match=r"cannot write to .*No space left on device"):
+        finetune(
+            [run.logs],
+            model=str(model_dir),
+            output=tmp_path / "a",
+            config=settings(num_train_epochs=1),
+            say=lambda line: None,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from marft_agents.errors import ConfigError
+from marft_agents.training._quiet import set_environment
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.options import merge, read_assignments, read_yaml
 
@@ -87,3 +89,11 @@ def test_every_setting_of_ours_has_a_help_text() -> None:
     ours = vars(MarftConfig)["__annotations__"]
     fields = MarftConfig.__dataclass_fields__
     assert all(fields[name].metadata.get("help") for name in ours)
+
+
+def test_the_users_own_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("HF_HUB_DISABLE_TELEMETRY", raising=False)
+    set_environment()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"

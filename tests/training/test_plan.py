@@ -19,7 +19,7 @@ from marft_agents.errors import (
 from marft_agents.registry import Registry, describe_base
 from marft_agents.schema import Episode, EpisodeEnded, EpisodeStarted, RewardEvent, Sampling, Turn
 from marft_agents.training.dataset import read_training_set
-from marft_agents.training.plan import NewAdapter, Plan, context_length, make_plan
+from marft_agents.training.plan import NewAdapter, Plan, ServerLimits, context_length, make_plan
 from marft_agents.training.preflight import plan_lines
 from marft_agents.training.roles import resolve_adapters
 from marft_agents.training.signal import has_spread
@@ -27,6 +27,7 @@ from tests.tiny_model import make_tiny_model
 from tests.training.synthetic import publish_untrained
 
 CASES = Path(__file__).parents[1] / "cases"
+LIMITS = ServerLimits(max_lora_rank=16)
 NEW = NewAdapter(rank=4, alpha=8, target_modules=["q_proj", "v_proj"])
 
 
@@ -60,7 +61,7 @@ def plan(
     agents: dict[str, str] | None = None,
     new: NewAdapter = NEW,
     max_length: int | None = None,
-    max_lora_rank: int = 16,
+    limits: ServerLimits = LIMITS,
 ) -> Plan:
     return make_plan(
         read_training_set(episodes),
@@ -70,7 +71,7 @@ def plan(
         agents=agents or {},
         new=new,
         max_length=max_length,
-        max_lora_rank=max_lora_rank,
+        limits=limits,
     )
 
 
@@ -209,7 +210,16 @@ def test_case_12_the_message_names_value_limit_and_fix(model_dir: Path, tmp_path
         plan(MIXED, model_dir, tmp_path, new=wide)
     message = str(caught.value)
     assert "24" in message and "16" in message and "--max-lora-rank" in message
-    assert plan(MIXED, model_dir, tmp_path, new=wide, max_lora_rank=32).adapters[0].rank == 24
+    assert (
+        plan(MIXED, model_dir, tmp_path, new=wide, limits=ServerLimits(32)).adapters[0].rank == 24
+    )
+
+
+def test_modules_that_the_server_would_drop_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    narrow = ServerLimits(16, ["k_proj", "q_proj"])
+    with pytest.raises(AdapterError, match=r"trains v_proj.*--target-modules k_proj,q_proj,v"):
+        plan(MIXED, model_dir, tmp_path, limits=narrow)
+    assert plan(MIXED, model_dir, tmp_path, limits=ServerLimits(16, ["q_proj", "v_proj"]))
 
 
 def test_an_unknown_target_module_is_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from marft_agents.schema import Sampling
 from marft_agents.training._quiet import quiet
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import read_training_set
-from marft_agents.training.plan import NewAdapter, make_plan
+from marft_agents.training.plan import NewAdapter, ServerLimits, make_plan
 from marft_agents.training.replay import Replay, Replayer, replay_lines
 from marft_agents.training.session import Session
 from tests.tiny_model import make_tiny_model
@@ -36,7 +36,7 @@ def replay(logs: Path, registry: Registry, model_dir: Path, scratch: Path) -> Re
         agents={},
         new=NewAdapter(4, 8, ["q_proj"]),
         max_length=None,
-        max_lora_rank=16,
+        limits=ServerLimits(16),
     )
     before = snapshot(registry.root)
     with quiet():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 import torch
 
 from marft_agents.credit import dependency_order
@@ -79,12 +80,15 @@ def test_windows_cover_every_token_once_with_text_before_it() -> None:
         assert served == list(range(length))
 
 
-def test_features_are_those_of_the_text_before_the_border(tiny: TinyModel) -> None:
+@pytest.mark.parametrize("limit", [0, 120, 1000])
+def test_features_are_those_of_the_text_before_the_border(limit: int, tiny: TinyModel) -> None:
     encode = tiny.tokenizer.encode
     lines = [Line("task", "ship on friday"), Line("a", "yes", True), Line("b", "no", True)]
     borders = tokenise(lines, lambda text: encode(text, add_special_tokens=False))
     backbone = tiny.model.model
-    (features,) = read_features(backbone, [borders], max_length=512)
+    longer = tokenise([*lines, Line("a", "no", True)], characters)
+    group = [longer, borders, longer]
+    features = read_features(backbone, group, max_length=512, pack_tokens=limit)[1]
     for k, where in enumerate(borders.named_K):
         with torch.no_grad():
             alone = backbone(torch.tensor([borders.ids[: where + 1]])).last_hidden_state[0, -1]
@@ -95,7 +99,7 @@ def test_features_are_those_of_the_text_before_the_border(tiny: TinyModel) -> No
 def test_a_transcript_longer_than_the_window_still_has_all_borders(tiny: TinyModel) -> None:
     ids = [3 + n % 300 for n in range(90)]
     borders = Borders(ids, open_K=[4, 50], named_K=[6, 52], final=89)
-    (features,) = read_features(tiny.model.model, [borders], max_length=20)
+    (features,) = read_features(tiny.model.model, [borders], max_length=20, pack_tokens=1000)
     with torch.no_grad():
         alone = tiny.model.model(torch.tensor([ids[:7]])).last_hidden_state[0, -1]
     assert torch.allclose(features.named_K[0], alone, atol=1e-4)

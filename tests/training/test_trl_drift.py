@@ -46,6 +46,12 @@ def test_the_loop_still_calls_what_is_overridden() -> None:
     assert hasattr(TrainerCallback, "on_pre_optimizer_step")
 
 
+def test_one_device_can_be_asked_for() -> None:
+    """More visible GPUs must not make the loop copy the model."""
+    assert TrainingArguments(use_cpu=True).n_gpu <= 1
+    assert "_n_gpu" in inspect.getsource(TrainingArguments)
+
+
 def test_trl_is_imported_in_one_place_and_never_its_experiments() -> None:
     offences: list[str] = []
     for path in PACKAGE.rglob("*.py"):
