@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who imports whom, what the core may load, file sizes."""
+"""The house rules that a machine can check: who imports whom, what may be loaded, file sizes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_integrations_import_the_recording_room_only() -> None:
     assert not offences, "\n".join(offences)
 
 
-@pytest.mark.parametrize("statement", ["import marft_agents", "import marft_agents.cli, marft_agents.testing"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement", ["import marft_agents", "import marft_agents.cli, marft_agents.testing"]
+)
 def test_the_core_loads_no_framework(statement: str) -> None:
     code = f"{statement}; import sys, json; print(json.dumps(sorted(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
