@@ -5,10 +5,11 @@ BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup quickstart test lint docs clean
+.PHONY: help setup quickstart test test-sdks lint docs clean
 help:
 	@echo "make quickstart  record -> fine-tune -> hot-swap on a support-triage team (about 12 minutes, installation included)"
 	@echo "make test        set up and run the tests"
+	@echo "make test-sdks   run the recorder's tests on older versions of the openai SDK"
 	@echo "make lint        set up and run ruff and pyright"
 	@echo "make docs        write the pages under docs/ that come from --help"
 
@@ -21,6 +22,9 @@ quickstart: setup
 test: setup
 	$(BIN)/python -m pytest
 
+test-sdks: setup
+	$(BIN)/python tools/test_sdks.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,4 +34,4 @@ docs: setup
 	$(BIN)/python tools/write_docs.py
 
 clean:
-	rm -rf .venv .cache quickstart-run
+	rm -rf .venv .venv-sdks .cache quickstart-run

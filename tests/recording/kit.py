@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,6 +16,12 @@ from marft_agents.recording import MarftRecorder
 from marft_agents.testing import FakeIds, InMemoryLog, Reply, ScriptedServer
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
+TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
+    importlib.import_module(name).TransportError
+    for name in ("httpx", "httpx2")
+    if importlib.util.find_spec(name)
+)
+"""What a broken connection raises: before 3.0 the SDK hands on its HTTP client's own error."""
 HELLO: Any = [{"role": "user", "content": "Hello, who are you?"}]
 
 
@@ -56,4 +64,15 @@ def ask(client: openai.OpenAI, model: str = "planner", **options: Any) -> Any:
     return client.chat.completions.create(model=model, **options)
 
 
-__all__ = ["CASES", "HELLO", "Reply", "ask", "async_sdk", "case", "case_lines", "recording", "sdk"]
+__all__ = [
+    "CASES",
+    "HELLO",
+    "TRANSPORT_ERRORS",
+    "Reply",
+    "ask",
+    "async_sdk",
+    "case",
+    "case_lines",
+    "recording",
+    "sdk",
+]

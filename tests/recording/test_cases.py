@@ -14,7 +14,7 @@ import pytest
 from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
 from marft_agents.testing import Reply, ScriptedServer
-from tests.recording.kit import ask, case, case_lines, recording, sdk
+from tests.recording.kit import TRANSPORT_ERRORS, ask, case, case_lines, recording, sdk
 
 
 def _answered(text: str, ids: list[int], **fields: Any) -> Reply:
@@ -75,7 +75,7 @@ def test_case_05_a_cut_stream_keeps_its_ids_and_invents_no_end(ending: str) -> N
             try:
                 for _ in ask(client, stream=True):
                     pass
-            except openai.APIConnectionError:
+            except (openai.APIConnectionError, *TRANSPORT_ERRORS):
                 assert ending == "connection broken"
     turn = log.turns[0]
     assert (turn.text, turn.token_ids) == ("Hello there!", [19556, 665, 17])
