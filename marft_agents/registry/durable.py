@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+from collections.abc import Generator
 from pathlib import Path
 
 
@@ -52,6 +53,32 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_folder(path.parent)
 
 
+@contextlib.contextmanager
+def restored_on_error(path: Path) -> Generator[None]:
+    """Put ``path`` back as it was when the block raises.
+
+    The way back is made first and needs no room on the disk, so a full one cannot block it.
+    """
+    back = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    existed = path.exists()
+    try:
+        if existed:
+            try:
+                os.link(path, back)
+            except OSError:  # a file system without hard links
+                write_file(back, path.read_bytes())
+        try:
+            yield
+        except BaseException:
+            if existed:
+                os.replace(back, path)
+            else:
+                path.unlink(missing_ok=True)
+            raise
+    finally:
+        back.unlink(missing_ok=True)
+
+
 def create_file(path: Path, data: bytes) -> bool:
     """Create ``path`` whole, in one step; False (and no change) when it is already there."""
     temporary = _temporary(path, data)
@@ -78,7 +105,9 @@ def append_line(path: Path, line: bytes) -> None:
         if size:
             os.lseek(handle, size - 1, os.SEEK_SET)
             torn = os.read(handle, 1) != b"\n"
-        os.write(handle, (b"\n" if torn else b"") + line + b"\n")
+        rest = (b"\n" if torn else b"") + line + b"\n"
+        while rest:
+            rest = rest[os.write(handle, rest) :]
         os.fsync(handle)
     finally:
         os.close(handle)

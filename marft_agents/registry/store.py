@@ -76,6 +76,11 @@ class Registry:
             text = path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RegistryError(
+                f"cannot read {path} ({error}); it must be a file that names a version,"
+                f" as {_folder_name(1)}"
+            ) from error
         match = re.fullmatch(r"v0*([1-9][0-9]*)", text)
         versions = self.versions(agent)
         if match is None or int(match[1]) not in versions:
@@ -312,5 +317,7 @@ class Registry:
     ) -> None:
         previous = self.current(slug)
         text = f"{_folder_name(version)}\n".encode()
-        durable.replace_file(self.root / slug / CURRENT_FILE, text)
-        self._audit.append(action, slug, previous, version, by=by, evidence=evidence)
+        pointer = self.root / slug / CURRENT_FILE
+        with durable.restored_on_error(pointer):
+            durable.replace_file(pointer, text)
+            self._audit.append(action, slug, previous, version, by=by, evidence=evidence)

@@ -245,6 +245,101 @@ def test_a_failing_disk_at_any_step_leaves_whole_versions_only(
     assert not list((registry.root / "router").glob(".*"))
 
 
+@pytest.mark.parametrize(
+    "step", ["copy_file", "write_file", "fsync_folder", "append_line", "rename", "replace"]
+)
+def test_case_20_a_publish_or_promotion_that_fails_leaves_the_previous_version_intact(
+    registry: Registry,
+    staged: Path,
+    base: BaseModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    def kept() -> dict[str, bytes]:
+        names = ["v0001/adapter_model.safetensors", "v0001/adapter_config.json"]
+        names += ["v0001/manifest.json", "CURRENT"]
+        return {name: (registry.root / "router" / name).read_bytes() for name in names}
+
+    _publish(registry, staged, base)
+    before = kept()
+    with monkeypatch.context() as patch:
+        target = (os, step) if step in ("rename", "replace") else (durable, step)
+        patch.setattr(*target, fail)
+        with pytest.raises(OSError, match="No space"):
+            version = _publish(registry, staged, base).version
+            registry.promote("router", version, by="me", evidence={})
+    assert kept() == before
+    registry.verify("router", 1)
+    assert registry.current("router") == 1
+
+
+@pytest.mark.parametrize("step", ["append_line", "fsync_folder"])
+def test_case_20_a_promotion_that_cannot_be_noted_does_not_happen(
+    registry: Registry,
+    staged: Path,
+    base: BaseModelInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    """Case 20: the disk fills up between ``CURRENT`` and the audit trail."""
+
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        _publish(registry, staged, base)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, step, fail)
+        with pytest.raises(OSError, match="No space"):
+            registry.promote("router", 2, by="me", evidence={})
+    assert registry.current("router") == 1
+    assert [entry["action"] for entry in registry.audit()] == ["publish", "publish"]
+    assert not list((registry.root / "router").glob(".*"))
+    registry.promote("router", 2, by="me", evidence={})
+    assert registry.current("router") == 2
+
+
+def test_case_20_a_short_write_does_not_tear_the_audit_trail(
+    registry: Registry, staged: Path, base: BaseModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 20: the system takes a part of a line at a time."""
+    whole = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: whole(fd, data[:7]))  # pyright: ignore[reportUnknownLambdaType] stands in for os.write
+        _publish(registry, staged, base)
+    assert [entry["to"] for entry in registry.audit()] == [1]
+
+
+def test_case_27_a_version_is_flushed_before_it_appears(
+    registry: Registry, staged: Path, base: BaseModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 27: written elsewhere, every file flushed, the folder flushed, then renamed."""
+    order: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flushed(handle: int) -> None:
+        order.append(f"flush {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        fsync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        order.append(f"rename {Path(source).name} -> {Path(target).name}")
+        assert not Path(target).exists()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    _publish(registry, staged, base)
+    place = next(n for n, step in enumerate(order) if step.startswith("rename"))
+    work = order[place].split()[1]
+    assert order[place].endswith("-> v0001") and work.startswith(".")
+    files = {path.name for path in registry.path("router", 1).iterdir()}
+    assert {f"flush {name}" for name in files} <= set(order[:place])
+    assert order[place - 1] == f"flush {work}" and order[place + 1] == "flush router"
+
+
 @pytest.mark.parametrize("step", ["copy", "manifest", "rename"])
 def test_a_killed_publisher_leaves_nothing_half_visible(
     registry: Registry, staged: Path, base: BaseModelInfo, step: str

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from marft_agents.errors import ServerError, SwapError
+from marft_agents.registry import durable
 from marft_agents.schema import Probe
 from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits
@@ -329,6 +330,22 @@ def test_a_disk_that_refuses_current_leaves_alias_and_disk_agreeing(
     monkeypatch.setattr(stage.house.registry, "promote", full)
     with pytest.raises(SwapError, match=r"step record of router@v2.*No space.*router@v1 still"):
         stage.operator.swap("router", 2)
+    stage.wait(lambda: "router@v2" not in stage.engine.adapters)
+    _assert_unchanged(stage)
+
+
+def test_case_27_an_audit_trail_that_cannot_be_written_leaves_alias_and_disk_agreeing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 27: ``CURRENT`` was moved already when the disk filled up."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "append_line", full)
+        with pytest.raises(SwapError, match=r"step record of router@v2.*router@v1 still"):
+            stage.operator.swap("router", 2)
     stage.wait(lambda: "router@v2" not in stage.engine.adapters)
     _assert_unchanged(stage)
 
