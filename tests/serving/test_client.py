@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,31 @@ def test_a_server_that_is_down() -> None:
             client.health()
         with pytest.raises(ServerError, match=r"not ready within 0\.1 s"):
             client.wait_ready(0.1)
+
+
+CALLS: dict[str, Callable[[EngineClient], object]] = {
+    "health": lambda c: c.health(timeout_s=0.1),
+    "models": lambda c: c.models(),
+    "base_name": lambda c: c.base_name(),
+    "has_loaded": lambda c: c.has_loaded("router@v1", Path("/nowhere")),
+    "load": lambda c: c.load("router@v1", "/nowhere"),
+    "unload": lambda c: c.unload("router@v1"),
+    "prompt_logprobs": lambda c: c.prompt_logprobs("router@v1", [1], [2]),
+    "warm_up": lambda c: c.warm_up(0.1),
+    "wait_ready": lambda c: c.wait_ready(0.1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_case_27a_no_call_waits_for_an_engine_that_never_answers(name: str) -> None:
+    """Case 27: the connection is accepted and nothing comes back."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            EngineClient(url, timeout_s=0.1, load_timeout_s=0.1) as client,
+            pytest.raises(ServerError, match=r"no answer within|not ready within"),
+        ):
+            CALLS[name](client)
 
 
 def test_a_server_that_says_nothing() -> None:
