@@ -190,29 +190,57 @@ def test_an_adapter_of_another_base_is_refused(model_dir: Path, tmp_path: Path) 
         plan(MIXED, model_dir, tmp_path / "adapters")
 
 
-@pytest.mark.parametrize("refused", json.loads((CASES / "12-limits.json").read_text())["refuse"])
+CASE_12: dict[str, Any] = json.loads((CASES / "12-limits.json").read_text())
+
+
+def published_with(root: Path, model_dir: Path, settings: dict[str, Any]) -> None:
+    """A planner@v1 whose adapter config says ``settings``."""
+    publish_untrained(root, model_dir, ("planner",))
+    config_file = root / "planner" / "v0001" / "adapter_config.json"
+    config_file.chmod(0o644)
+    config = json.loads(config_file.read_text()) | {"r": 8} | settings
+    config_file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("refused", CASE_12["refuse"], ids=json.dumps)
 def test_case_12_what_the_server_would_refuse_is_refused_before_training(
     refused: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "adapters"
-    publish_untrained(root, model_dir, ("planner",))
-    config_file = root / "planner" / "v0001" / "adapter_config.json"
-    config_file.chmod(0o644)
-    config = json.loads(config_file.read_text()) | {"r": 8} | refused
-    config_file.write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match="planner@v1"):
-        plan(MIXED, model_dir, root)
+    published_with(root, model_dir, refused)
+    with pytest.raises(AdapterError, match="planner@v1") as caught:
+        plan(MIXED, model_dir, root, limits=ServerLimits(CASE_12["server_max_lora_rank"]))
+    message = str(caught.value)
+    setting = next(name for name in reversed(refused))
+    assert setting in message
+    if setting in ("r", "rank_pattern"):
+        value = refused["r"] if setting == "r" else refused["rank_pattern"]["q_proj"]
+        assert f"is {value}, the server's limit is 16" in message
+        assert "serve with --max-lora-rank 32 (it takes only 1 8 16 32 64 128 256 320 512)" in (
+            message
+        )
+    else:
+        assert str(refused[setting]) in message
+        assert "train with" in message, "the fix"
+
+
+@pytest.mark.parametrize("accepted", CASE_12["accept"], ids=json.dumps)
+def test_case_12_what_the_server_takes_is_planned(
+    accepted: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    published_with(tmp_path / "adapters", model_dir, accepted)
+    made = plan(MIXED, model_dir, tmp_path / "adapters", limits=ServerLimits(16))
+    assert [(a.adapter, a.start) for a in made.adapters] == [("planner", 1)]
 
 
 def test_case_12_the_message_names_value_limit_and_fix(model_dir: Path, tmp_path: Path) -> None:
-    wide = NewAdapter(rank=24, alpha=16, target_modules=["q_proj"])
+    case = json.loads((CASES / "12-adapter-r24" / "adapter_config.json").read_text())
+    wide = NewAdapter(case["r"], case["lora_alpha"], case["target_modules"])
     with pytest.raises(AdapterError) as caught:
         plan(MIXED, model_dir, tmp_path, new=wide)
-    message = str(caught.value)
-    assert "24" in message and "16" in message and "--max-lora-rank" in message
-    assert (
-        plan(MIXED, model_dir, tmp_path, new=wide, limits=ServerLimits(32)).adapters[0].rank == 24
-    )
+    assert "r is 24, the server's limit is 16; serve with --max-lora-rank 32" in str(caught.value)
+    made = plan(MIXED, model_dir, tmp_path, new=wide, limits=ServerLimits(32))
+    assert made.adapters[0].rank == 24
 
 
 def test_modules_that_the_server_would_drop_are_refused(model_dir: Path, tmp_path: Path) -> None:
