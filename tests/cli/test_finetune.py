@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,11 +16,20 @@ import pytest
 
 from marft_agents.cli import main
 from marft_agents.errors import SwapError
+from marft_agents.log import LogWriter
 from marft_agents.registry import Registry, describe_base
-from marft_agents.schema import RewardEvent
+from marft_agents.schema import EpisodeEnded, EpisodeStarted, RewardEvent
 from marft_agents.training._quiet import quiet, set_environment
 from tests.tiny_model import make_tiny_model
-from tests.training.synthetic import Team, TinyModel, publish_untrained, snapshot
+from tests.training.synthetic import (
+    AGENTS,
+    BAD,
+    GOOD,
+    Team,
+    TinyModel,
+    publish_untrained,
+    snapshot,
+)
 
 set_environment()
 CASES = Path(__file__).parents[1] / "cases"
@@ -156,6 +167,45 @@ def test_case_15_bad_rewards_are_counted_and_the_rest_is_trained(shop: Shop) -> 
     code, out = shop.run("--epochs", "1")
     assert code == 0
     assert "episodes: 8 of 10 usable" in out and "2 refused reward" in out
+
+
+def test_case_15_the_rewards_of_the_case_train_the_three_usable_episodes(shop: Shop) -> None:
+    """Case 15: null, NaN, Infinity and text are counted and get no credit; the loss is finite."""
+    lines = (CASES / "15-rewards.jsonl").read_text().splitlines()
+    team, rewards = shop.team, [json.loads(line) for line in lines]
+    with LogWriter(team.logs) as log:
+        for n, reward in enumerate(rewards):
+            name, reply = reward["episode"], GOOD if n % 2 else BAD
+            log.write(EpisodeStarted(episode_id=name, task=reward["group"]))
+            for index, agent in enumerate(AGENTS):
+                log.write(team.turn(name, agent, index, "ticket: billing", reply))
+            log.write(EpisodeEnded(episode_id=name))
+    in_schema = [
+        line.replace('"kind"', '"type"').replace('"episode"', '"episode_id"') for line in lines
+    ]
+    (team.logs / "rewards.jsonl").write_text("\n".join(in_schema))
+    before = snapshot(shop.root / "adapters")
+    code, out = shop.run("--epochs", "1")
+    assert code == 0
+    assert "episodes: 3 of 7 usable" in out
+    assert "left out: 3 refused reward, 1 no reward" in out
+    credit = [json.loads(x) for x in (shop.root / "adapters/credit.jsonl").read_text().splitlines()]
+    assert {x["episode_id"] for x in credit} == {"a", "c", "g"}
+    registry = Registry(shop.root / "adapters")
+    numbers = [x[name] for x in credit for name in ("value", "advantage", "delta")]
+    for agent in AGENTS:
+        training = registry.manifest(agent, 2).training
+        assert training["turns"] == 3 and "loss" in training["metrics"]
+        numbers += training["metrics"].values()
+    assert all(map(math.isfinite, numbers))
+
+    (team.logs / "rewards.jsonl").write_text("\n".join([*in_schema[1:2], *in_schema[3:6]]))
+    shutil.rmtree(shop.root / "adapters")
+    publish_untrained(shop.root / "adapters", shop.model)
+    message = shop.refuses("--epochs", "1")
+    assert "no usable episode among 7" in message and "3 refused reward" in message
+    weights = {k: v for k, v in snapshot(shop.root / "adapters").items() if "safetensors" in k}
+    assert weights and weights.items() <= before.items()
 
 
 def test_case_16_rewards_without_spread_are_no_signal(shop: Shop) -> None:
