@@ -232,6 +232,7 @@ def test_case_10_masks_come_from_lengths_where_pad_is_the_end_token(tmp_path: Pa
     done = journey(tmp_path, script, *[{}] * len(script))
     rows = done.data.rows
     assert [list(row.token_ids) for row in rows] == [r["ids"] for r in data["completions"]]
+    assert [list(row.prompt_ids) for row in rows] == [[*closers, n] for n in range(4)]
     packs = pack_turns(rows, 1, share=False)
     trained = {pack.rows[0]: pack.targets[0] for pack in packs}
     masks = [[1] * len(trained[n]) + [0] * (4 - len(trained[n])) for n in range(len(rows))]

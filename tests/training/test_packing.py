@@ -74,6 +74,20 @@ def test_scores_equal_those_of_a_plain_forward_pass(
         assert logps == pytest.approx(alone, abs=2e-4)
 
 
+def test_case_10_pad_and_end_token_are_seen_in_prompts_and_scored_in_replies(
+    tiny: TinyModel,
+) -> None:
+    """Case 10: id 2 pads, ends and closes turns; a plain pass that sees everything agrees."""
+    assert tiny.tokenizer.pad_token_id == tiny.tokenizer.eos_token_id == 2
+    turns = [Piece([1, 40, 2, 1, 41], [50, 2]), Piece([1, 40, 2, 1, 42], [2])]
+    turns.append(Piece([1, 40, 2, 1, 41], [50, 51, 52]))
+    got = score_turns(tiny.model, turns, [1.0] * 3, pack_tokens=1000, share=True)
+    assert [len(logps) for logps in got] == [2, 1, 3]
+    for piece, logps in zip(turns, got, strict=True):
+        alone = tiny.logprobs(piece.prompt_ids, piece.token_ids)
+        assert logps == pytest.approx(alone, abs=2e-4)
+
+
 def test_each_turn_has_its_own_temperature(tiny: TinyModel) -> None:
     got = score_turns(tiny.model, TURNS[:2], [0.5, 2.0], pack_tokens=1000, share=True)
     for piece, logps, temperature in zip(TURNS, got, (0.5, 2.0), strict=False):
