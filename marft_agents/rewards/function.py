@@ -39,6 +39,11 @@ def load_reward_function(spec: str) -> RewardFunction:
             f"--reward {spec}: no module {error.name!r}"
             f" (looked in {folder} and the installed packages)"
         ) from error
+    except SystemExit as error:
+        raise ConfigError(
+            f"--reward {spec}: importing {module_name} ended the program (exit code {error.code});"
+            ' put what it runs under `if __name__ == "__main__":`'
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"--reward {spec}: importing {module_name} failed: {type(error).__name__}: {error}"

@@ -38,11 +38,26 @@ class ScoreTally:
 
 
 def _number(value: object) -> float | None:
-    """A finite float for a real number or a bool; ``None`` for everything else."""
+    """A finite float for a real number, a bool or an array library's scalar, else ``None``."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        value = item()
     if not isinstance(value, numbers.Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
     return number if math.isfinite(number) else None
+
+
+def _shown(value: object) -> str:
+    """One line about something foreign, whose own ``__repr__`` may fail."""
+    try:
+        text = str(value) if isinstance(value, BaseException) else repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return " ".join(text[:400].split())[:140]
 
 
 def _rewards(episode: Episode, answer: object) -> list[RewardEvent] | str:
@@ -60,7 +75,7 @@ def _rewards(episode: Episode, answer: object) -> list[RewardEvent] | str:
         number = _number(value)
         if number is None:
             whose = "" if agent is None else f" for agent {agent!r}"
-            return f"not a finite number{whose}: {value!r}"[:160]
+            return f"not a finite number{whose}: {_shown(value)}"
         if agent is not None and agent not in agents:
             return f"a reward for {agent!r}, who is not among {', '.join(sorted(agents))}"
         events.append(
@@ -89,8 +104,8 @@ def score_episodes(
             continue
         try:
             answer = function(episode)
-        except Exception as error:
-            tally.fail(episode, f"{type(error).__name__}: {error}"[:160])
+        except (Exception, SystemExit) as error:
+            tally.fail(episode, f"{type(error).__name__}: {_shown(error)}")
             yield episode
             continue
         if answer is None:

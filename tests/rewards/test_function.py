@@ -37,10 +37,12 @@ def test_a_function_beside_the_user_is_found(workdir: Path) -> None:
         ("scoring_of_mine_2:scor", "did you mean 'score'"),
         ("scoring_of_mine_2:LIMIT", "LIMIT is a int, not a function"),
         ("scoring_of_mine_3:score", "importing scoring_of_mine_3 failed: SyntaxError"),
+        ("scoring_of_mine_4:score", r"ended the program \(exit code 0\); put .*__main__"),
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(workdir: Path, spec: str, message: str) -> None:
     (workdir / "scoring_of_mine_2.py").write_text("LIMIT = 3\ndef score(episode): return 1\n")
     (workdir / "scoring_of_mine_3.py").write_text("def score(:\n")
+    (workdir / "scoring_of_mine_4.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=message):
         load_reward_function(spec)

@@ -23,9 +23,29 @@ def episode(name: str = "e", *values: Any) -> Episode:
     )
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+class Scalar:
+    """What numpy's and torch's scalars have in common."""
+
+    def __init__(self, value: float, ndim: int = 0) -> None:
+        self.value, self.ndim = value, ndim
+
+    def item(self) -> float:
+        return self.value
+
+
 def score(answer: Any, *episodes: Episode) -> tuple[list[Episode], ScoreTally]:
     def function(episode: Episode) -> Any:
-        if isinstance(answer, Exception):
+        if isinstance(answer, Exception | SystemExit):
             raise answer
         return answer
 
@@ -38,6 +58,12 @@ def test_a_number_or_a_bool_is_a_reward(answer: Any, reward: float) -> None:
     scored, tally = score(answer)
     assert scored[0].team_reward == reward
     assert tally.scored == 1
+
+
+def test_scalars_of_array_libraries_are_numbers_as_they_are_in_the_app() -> None:
+    assert score(Scalar(0.25))[0][0].team_reward == 0.25
+    assert score(Scalar(float("nan")))[1].failed == 1
+    assert score(Scalar(0.25, ndim=1))[1].failed == 1
 
 
 def test_a_dict_gives_each_agent_its_own() -> None:
@@ -59,6 +85,11 @@ def test_none_means_not_scored() -> None:
         (float("inf"), "not a finite number: inf"),
         ("0.5", "not a finite number: '0.5'"),
         ([1], r"not a finite number: \[1\]"),
+        (10**400, "not a finite number: 1000"),
+        (Unprintable(), "not a finite number: <Unprintable>"),
+        (Unspeakable(), "Unspeakable: <Unspeakable>"),
+        (ValueError("two\nlines"), "ValueError: two lines$"),
+        (SystemExit(0), "SystemExit: 0"),
         ({}, "an empty dict"),
         ({"writer": None}, "not a finite number for agent 'writer': None"),
         ({"ghost": 1.0}, "a reward for 'ghost', who is not among writer"),
