@@ -1,6 +1,7 @@
 """The command line: one file a command, each found by its name and imported only when it runs.
 
-Invariant: a user's mistake is one line on stderr and exit code 2, never a traceback.
+Invariant: a user's mistake is one line on stderr and exit code 2, never a traceback; so is a disk
+or a network that refuses.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 
 import click
 
+from marft_agents.cli._text import printable
 from marft_agents.errors import MarftError
 
 COMMANDS = {
@@ -51,7 +53,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except MarftError as error:
-        click.echo(f"marft-agents: {error}", err=True)
+    except (MarftError, OSError) as error:
+        click.echo(f"marft-agents: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
