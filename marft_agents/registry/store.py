@@ -146,6 +146,22 @@ class Registry:
         """Every readable line of ``audit.jsonl``, oldest first."""
         return self._audit.entries()
 
+    def require_writable(self) -> None:
+        """Say now what publishing would say after hours of training; writes nothing.
+
+        Raises:
+            RegistryError: when the folder is none, or cannot be made or written.
+        """
+        present = next(p for p in (self.root, *self.root.parents) if p.exists())
+        folders = [present, *(self.root / agent for agent in self.agents())]
+        for folder in folders:
+            if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+                why = "is read-only" if folder.is_dir() else "is a file"
+                raise RegistryError(
+                    f"nothing can be published in {self.root}: {folder} {why};"
+                    " choose another folder"
+                )
+
     # -- changing --------------------------------------------------------------------------
 
     def publish(

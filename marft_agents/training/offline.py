@@ -94,6 +94,7 @@ def finetune(
         say(line)
     if dry_run:
         return None
+    registry.require_writable()
     say("")
     with _quiet.quiet(), tempfile.TemporaryDirectory(prefix="marft-finetune-") as scratch:
         logs_read = [str(path) for path in reader.files]

@@ -167,7 +167,7 @@ def _adapter_plan(
     start = registry.current(adapter)
     rank = new.rank
     if start is not None:
-        manifest = registry.manifest(adapter, start)
+        manifest = registry.verify(adapter, start)
         rank = manifest.rank
         if manifest.base.fingerprint != base.fingerprint:
             raise AdapterError(
