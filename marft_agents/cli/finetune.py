@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -90,9 +90,11 @@ def command(
         },
     )
     LogReader(*logs)
-    function = load_reward_function(reward) if reward else None
+    function = load_reward_function(reward) if reward is not None else None
     with ExitStack() as stack:
-        gateway = _connect(stack, server, operator_key_env, output, model) if server else None
+        gateway = None
+        if server is not None:
+            gateway = _connect(stack, server, operator_key_env, output, model)
         result = _train(logs, model, output, layers, function, gateway, dry_run)
         if result is None:
             say("dry run: nothing was trained")
@@ -124,7 +126,13 @@ def _connect(stack: ExitStack, url: str, key_env: str | None, output: Path, mode
             raise ConfigError(f"--operator-key-env: the variable {key_env} is not set")
     client = stack.enter_context(GatewayClient(url, operator_key=key, adapters_dir=output))
     state = client.state()
-    served, ours = state.get("base") or {}, describe_base(model)
+    served: Any = state.get("base")
+    rank: Any = state.get("max_lora_rank")
+    if not isinstance(served, dict) or not isinstance(rank, int):
+        raise ServerError(
+            f"{url} answers, but not as `marft-agents serve` of this version does; name its address"
+        )
+    served, ours = cast("dict[str, Any]", served), describe_base(model)
     if served.get("fingerprint") != ours.fingerprint:
         raise ServerError(
             f"{url} serves the base {served.get('name')} ({str(served.get('fingerprint'))[:12]}),"

@@ -27,6 +27,8 @@ def _key_from(variable: str | None) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(f"the environment variable {variable!r} is empty; put the API key there")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"the key in {variable!r} has characters that no header can carry")
     return key
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from marft_agents.errors import ServerError, SwapError
+from marft_agents.errors import ConfigError, ServerError, SwapError
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 from marft_agents.serving.client import root_url
 from marft_agents.serving.control import read_operator_key
@@ -35,6 +35,11 @@ class GatewayClient:
         self.timeout_s = timeout_s
         self.swap_timeout_s = swap_timeout_s
         key = operator_key or read_operator_key(Path(adapters_dir or "adapters"))
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "the operator key holds characters that no key of a server has; copy the line of"
+                " .operator-key in the folder that the server was started with"
+            )
         self._http = new_client({"X-Marft-Operator-Key": key})
 
     def close(self) -> None:
@@ -80,4 +85,7 @@ class GatewayClient:
             raise
         except NoAnswerError as error:
             raise ServerError(f"{error}; is marft-agents serve running at {self.url}?") from error
-        return json_object(answer)
+        told = json_object(answer)
+        if not isinstance(told.get("probe"), dict):
+            raise ServerError(f"{url} answered as no `marft-agents serve` does; is it one?")
+        return told
