@@ -7,6 +7,7 @@ where it has them (``learning_rate``, ``num_train_epochs``, ``per_device_train_b
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -108,6 +109,9 @@ class MarftConfig(BaseConfig):
             self._must(name, getattr(self, name) > 0, "above 0")
         for name in ("awr_weight_min", "replay_turns", "max_nonfinite_steps", "weight_decay"):
             self._must(name, getattr(self, name) >= 0, "0 or more")
+        for name in ("learning_rate", "num_train_epochs", "weight_decay", "critic_learning_rate"):
+            self._must(name, math.isfinite(getattr(self, name)), "a finite number")
+        self._must("seed", 0 <= self.seed < 2**32, "between 0 and 4294967295")
         self._must("critic_folds", self.critic_folds >= 2, "2 or more")
         self._must("pack_tokens", self.pack_tokens >= 16, "16 or more")
         self._must("max_length", self.max_length is None or self.max_length > 1, "above 1")

@@ -25,6 +25,10 @@ MANAGED = {
     "remove_unused_columns": "nothing; rows have no columns",
     "resume_from_checkpoint": "nothing; it is not supported here",
     "push_to_hub": "nothing; publish an adapter folder with the hub's own tools",
+    "eval_strategy": "nothing; compare the served versions on held-out tasks instead",
+    "deepspeed": "nothing; training is one process",
+    "fsdp": "nothing; training is one process",
+    "parallelism_config": "nothing; training is one process",
 }
 """Fields that the command itself sets, and what to use in their place."""
 

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
-from marft_agents.errors import TrainingError
+from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.training._trl import BaseTrainer
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.losses import awr_loss
@@ -104,6 +104,15 @@ class Collator:
         return {"batch": batch}
 
 
+@contextlib.contextmanager
+def _settings_refused() -> Generator[None]:
+    """What the loop says of a setting that it cannot carry out, as a ``ConfigError``."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"a setting was refused: {str(error).splitlines()[0]}") from error
+
+
 class MarftTrainer(BaseTrainer):
     """Trains named adapters one after another on weighted turns."""
 
@@ -127,13 +136,14 @@ class MarftTrainer(BaseTrainer):
         loop = copy.copy(args)
         loop.num_train_epochs = 1.0  # the sampler holds every adapter's passes
         loop._n_gpu = min(loop.n_gpu, 1)  # pyright: ignore[reportPrivateUsage] has no setter; one device, no copies of the model
-        super().__init__(
-            model=model,
-            args=loop,
-            train_dataset=self.turns,
-            data_collator=Collator(args.pack_tokens, share=share_prefixes),
-            callbacks=[_FiniteGradients(self), *callbacks],
-        )
+        with _settings_refused():
+            super().__init__(
+                model=model,
+                args=loop,
+                train_dataset=self.turns,
+                data_collator=Collator(args.pack_tokens, share=share_prefixes),
+                callbacks=[_FiniteGradients(self), *callbacks],
+            )
         self.remove_callback(PrinterCallback)
 
     def _send_telemetry(self) -> None:
@@ -162,7 +172,13 @@ class MarftTrainer(BaseTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """All adapters are in the optimizer; the steps narrow gradients to one at a time."""
         self._peft.set_requires_grad(self.turns.adapters, True)
-        return super().create_optimizer(model)
+        with _settings_refused():
+            return super().create_optimizer(model)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """The schedule of ``lr_scheduler_type``."""
+        with _settings_refused():
+            return super().create_scheduler(*args, **kwargs)
 
     @property
     def _peft(self) -> Any:

@@ -48,6 +48,12 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
         ({"normalise": "batch"}, "normalise is 'batch'; it must be one of"),
         ({"lora_target_modules": []}, "at least one module"),
         ({"optim": "adm"}, "a setting was refused"),
+        ({"learning_rate": "inf"}, "learning_rate is inf; it must be a finite number"),
+        ({"num_train_epochs": "inf"}, "num_train_epochs is inf; it must be a finite number"),
+        ({"seed": -1}, "seed is -1; it must be between 0"),
+        ({"seed": 2**32}, "it must be between 0 and 4294967295"),
+        ({"eval_strategy": "steps"}, "eval_strategy is not set here"),
+        ({"deepspeed": "zero3.json"}, "training is one process"),
     ],
 )
 def test_what_is_wrong_with_a_setting_is_said(values: dict[str, Any], message: str) -> None:

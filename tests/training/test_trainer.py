@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from marft_agents.errors import TrainingError
+from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.training._quiet import quiet
 from marft_agents.training.adapters import adapter_state
 from marft_agents.training.config import MarftConfig
@@ -255,3 +255,18 @@ def test_settings_of_the_run_are_not_changed_by_the_loop(model_dir: Path, tmp_pa
     assert trainer.config.num_train_epochs == 3
     assert trainer.state.global_step == 3
     assert dataclasses.is_dataclass(trainer.config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"report_to": "no-such-tracker"},
+        {"lr_scheduler_type": "cosine_with_min_lr"},  # needs arguments of its own
+        {"optim": "paged_adamw_8bit"},  # needs a package that is not installed here
+    ],
+)
+def test_a_setting_that_the_loop_cannot_carry_out_is_the_users_mistake(
+    settings: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="a setting was refused"):
+        train(make_model(model_dir), turns(*AGENTS), tmp_path, **settings)
