@@ -124,7 +124,7 @@ class Turn(Event):
     attempt: int = Field(default=1, ge=1)
     cached: bool = False
     complete: bool = True
-    """False for a stream cut before its last chunk."""
+    """False for a stream cut before its last chunk, or ids that do not add up to the usage."""
     edited_text: str | None = None
     """Text a human put in place of ``text``, if any."""
     error: str | None = None
@@ -136,7 +136,7 @@ class Turn(Event):
             (self.error is not None, "the call failed"),
             (self.kind != "act", f"not an action of the agent (kind {self.kind})"),
             (self.cached, "answered from a cache"),
-            (not self.complete, "stream was cut before its end"),
+            (not self.complete, "not all of its tokens arrived"),
             (self.edited_text is not None, "edited by a human"),
             (not self.prompt_token_ids, "no prompt token ids"),
             (not self.token_ids, "no sampled token ids"),

@@ -71,7 +71,7 @@ def episode(*rewards: RewardEvent, **fields: Any) -> Episode:
         ({"error": "timeout"}, "the call failed"),
         ({"kind": "select"}, "not an action of the agent (kind select)"),
         ({"cached": True}, "answered from a cache"),
-        ({"complete": False}, "stream was cut before its end"),
+        ({"complete": False}, "not all of its tokens arrived"),
         ({"edited_text": "better"}, "edited by a human"),
         ({"edited_text": ""}, "edited by a human"),
         ({"prompt_token_ids": None}, "no prompt token ids"),

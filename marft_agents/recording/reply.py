@@ -1,8 +1,8 @@
 """What one chat completion answered, streamed or not, in one shape.
 
 Invariant: ids and log-probabilities are the server's, in its order; nothing is added, repaired or
-derived from text. A stream that stopped before every choice had a finish reason, or whose ids do
-not add up to the reported usage, is not complete.
+derived from text. A stream that stopped before every choice had a finish reason is not complete,
+and neither is a reply whose ids do not add up to the reported usage.
 """
 
 from __future__ import annotations
@@ -80,11 +80,10 @@ class Reply:
 
     def complete(self, choice: Choice) -> bool:
         """Whether all of this choice's tokens arrived."""
-        if not self.streamed:
-            return True
         ids = sum(len(c.token_ids or ()) for c in self.choices.values())
         counted = self.completion_tokens
-        return choice.finish_reason is not None and (not ids or counted is None or counted == ids)
+        adds_up = not ids or counted is None or counted == ids
+        return adds_up and (choice.finish_reason is not None or not self.streamed)
 
 
 def completion(body: Mapping[str, Any], expected: int = 1) -> Reply:

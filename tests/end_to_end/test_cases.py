@@ -157,7 +157,7 @@ def test_case_05_usage_and_rows_of_a_whole_and_of_a_cut_stream(tmp_path: Path) -
     (row,) = done.data.rows
     assert list(row.token_ids) == want["token_ids"]
     assert list(row.logprobs) == want["logprobs"]
-    assert done.data.left_out_turns == {("planner", "stream was cut before its end"): 1}
+    assert done.data.left_out_turns == {("planner", "not all of its tokens arrived"): 1}
 
 
 @pytest.mark.parametrize("engine_options", [True, False], ids=["with", "without"])

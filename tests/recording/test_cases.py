@@ -13,7 +13,8 @@ import pytest
 
 from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
-from marft_agents.testing import Reply, ScriptedServer
+from marft_agents.recording.exchange import TOKEN_FIELDS
+from marft_agents.testing import Reply, ScriptedServer, completion_body
 from tests.recording.kit import TRANSPORT_ERRORS, ask, case, case_lines, recording, sdk
 
 
@@ -84,14 +85,22 @@ def test_case_05_a_cut_stream_keeps_its_ids_and_invents_no_end(ending: str) -> N
     assert (turn.error is not None) == (ending == "connection broken")
 
 
-def test_a_stream_whose_ids_do_not_add_up_cannot_be_trained_on() -> None:
-    chunks = case_lines("05-stream-chunks.jsonl")
-    chunks[-1]["usage"]["completion_tokens"] = 5
-    with recording([Reply(chunks=chunks)]) as (server, recorder, log):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_whose_ids_do_not_add_up_cannot_be_trained_on(stream: bool) -> None:
+    if stream:
+        reply = Reply(chunks=case_lines("05-stream-chunks.jsonl"))
+        usage = reply.chunks[-1]["usage"] if reply.chunks else {}
+    else:
+        reply = Reply(body=completion_body(Reply("ok"), TOKEN_FIELDS, 1))
+        usage = reply.body["usage"] if reply.body else {}
+    usage["completion_tokens"] += 1
+    with recording([reply]) as (server, recorder, log):
         recorder.attach_client(client := sdk(server), "planner")
         with recorder.episode():
-            list(ask(client, stream=True))
-    assert log.turns[0].untrainable_reason == "stream was cut before its end"
+            answer = ask(client, stream=stream)
+            if stream:
+                list(answer)
+    assert log.turns[0].untrainable_reason == ("not all of its tokens arrived")
 
 
 def test_case_06_ids_come_without_any_engine_option_in_the_app() -> None:
