@@ -58,8 +58,16 @@ class RecordingClient:
             unseen = None if call.exchanges else _unseen(messages, result)
             call.finish(error, unseen)
             seat.end_call(call)
-            if unseen is not None and not unseen.cached and error is None:
-                self._say_uncaptured(call)
+            if unseen is not None and error is None:
+                self._say_cached(call) if unseen.cached else self._say_uncaptured(call)
+
+    def _say_cached(self, call: Call) -> None:
+        call.episode.core.safety.warn_once(
+            ("cached", call.agent),
+            f"marft-agents: agent {call.agent!r} was answered from a cache; cached replies are"
+            " logged and never trained on, and after a swap the cache still answers with what the"
+            " old adapter said; record without a cache, or give each adapter version its own",
+        )
 
     def _say_uncaptured(self, call: Call) -> None:
         kind = type(self._marft_inner)

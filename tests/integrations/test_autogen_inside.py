@@ -216,15 +216,24 @@ def _approve(request: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_cached_reply_is_marked_and_has_no_ids(stream: bool) -> None:
-    with recording(["fresh"]) as (server, recorder, log):
+async def test_case_04_a_cached_reply_is_marked_said_and_has_no_ids(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 04: no HTTP call happened, and after a swap the cache would go on answering so."""
+    with (
+        caplog.at_level(logging.WARNING, "marft_agents"),
+        recording(["fresh"]) as (server, recorder, log),
+    ):
         store: Any = InMemoryStore()
-        for _ in range(2):
+        for number in range(3):
             client = ChatCompletionCache(model("planner", server.url), store)
             planner = AssistantAgent("planner", client, model_client_stream=stream)
             result = await recorder.wrap(planner).run(task="same")
             assert texts(result.messages)[-1] == "fresh"
-    fresh, cached = log.turns
+            assert len(caplog.records) == min(number, 1), "said once, at the first cached reply"
+    fresh, cached, _ = log.turns
+    assert "'planner' was answered from a cache" in caplog.text
+    assert "after a swap" in caplog.text
     assert (fresh.cached, fresh.trainable) == (False, True)
     assert (cached.cached, cached.text) == (True, "fresh")
     assert cached.token_ids is None and cached.response_id is None
