@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import logging
 from pathlib import Path
@@ -127,6 +128,41 @@ def test_case_06_a_reply_without_ids_is_said_once_and_is_untrainable(
     for word in ("'planner'", server.url, "token ids", "marft-agents serve"):
         assert word in record.getMessage()
     assert [t.untrainable_reason for t in log.turns] == ["no prompt token ids"] * 2
+
+
+def test_case_08_recording_makes_no_refusal_and_hides_none() -> None:
+    """Case 08: odd role orders go out as they are, and a real 400 reaches the app."""
+    data = case("08-role-order.json")
+    orders = [data[k] for k in ("late_system", "two_system", "same_role", "assistant_first")]
+    refusal = Reply(status=400, error="roles must alternate")
+    with recording([answer for _ in orders for answer in ("fine", refusal)]) as parts:
+        server, recorder, log = parts
+        recorder.attach_client(client := sdk(server), "planner")
+        with recorder.episode():
+            for messages in orders:
+                assert ask(client, messages=messages).choices[0].message.content == "fine"
+                with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+                    ask(client, messages=messages)
+    twice = [messages for messages in orders for _ in range(2)]
+    assert [request.body["messages"] for request in server.requests] == twice
+    assert [turn.messages for turn in log.turns] == twice
+    wanted = [None, "HTTP 400: roles must alternate"] * len(orders)
+    assert [turn.error for turn in log.turns] == wanted
+
+
+def test_case_01_the_log_keeps_arguments_as_they_were_on_the_wire() -> None:
+    data = case("01-tool-args.json")
+    variants = [variant["arguments"] for variant in data["variants"]]
+    with recording(["ok"] * len(variants)) as (server, recorder, log):
+        recorder.attach_client(client := sdk(server), "planner")
+        with recorder.episode():
+            for arguments in variants:
+                messages = copy.deepcopy(data["messages"])
+                messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+                ask(client, messages=messages)
+    logged = [turn.messages[1]["tool_calls"][0]["function"]["arguments"] for turn in log.turns]
+    assert logged == variants
+    assert all(turn.trainable for turn in log.turns)
 
 
 def test_case_13_a_refused_prompt_is_a_failed_turn_and_the_apps_own_error() -> None:
