@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from marft_agents.log.encode import encode_line
-from marft_agents.schema import AnyEvent, RewardEvent, Turn
+from marft_agents.schema import AnyEvent, HumanEvent, RewardEvent, Turn
 
 CASES = Path(__file__).parent.parent / "cases"
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -43,7 +43,16 @@ def case_event(record: dict[str, Any], number: int) -> AnyEvent:
     if record["kind"] == "reward":
         fields = {"value": record["value"]} if "value" in record else {}
         return RewardEvent(episode_id=record["episode"], time=at(number), **fields)
-    version = f"{record['agent']}@v{record['adapter_version']}"
+    if record["kind"] == "message":
+        return HumanEvent(
+            episode_id=record["episode"],
+            time=at(number),
+            name=record["agent"],
+            text=record["text"],
+            index=record["seq"],
+        )
+    version = f"{record['agent']}@v"
+    standard = record["adapter_version"]
     return Turn(
         episode_id=record["episode"],
         time=at(number),
@@ -57,9 +66,11 @@ def case_event(record: dict[str, Any], number: int) -> AnyEvent:
         logprobs=record["logprobs"],
         finish_reason=record["finish_reason"],
         response_id=record["response_id"],
-        adapter_start=version,
-        adapter_end=version,
+        adapter_start=f"{version}{record.get('version_at_start', standard)}",
+        adapter_end=f"{version}{record.get('version_at_end', standard)}",
         model=record["model"],
+        cached=record.get("cached", False),
+        edited_text=record.get("edited_text"),
         error=record.get("error"),
     )
 
