@@ -29,6 +29,11 @@ class LineFile:
         self._fd = os.open(self.path, mode, 0o666)
         self._torn = False if fresh else _ends_inside_a_line(self._fd)
 
+    @property
+    def deleted(self) -> bool:
+        """Whether somebody removed the file: what is appended to it now is lost."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def append(self, line: bytes) -> None:
         """Append one line; when this returns it survives the death of the process.
 

@@ -25,12 +25,13 @@ from marft_agents.schema import Event
 class LogWriter:
     """Appends events to a segment in ``directory``; may be used from any thread.
 
-    The folder and the segment are made at the first write. ``close`` ends the segment; a later
-    write begins a new one.
+    The folder and the segment are made at the first write; a relative ``directory`` is that of the
+    moment the writer was made. ``close`` ends the segment, and so does its deletion; a later write
+    begins a new one.
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self._lock = threading.Lock()
         self._file: LineFile | None = None
         _writers.add(self)
@@ -48,6 +49,9 @@ class LogWriter:
         """
         line = encode_line(event)
         with self._lock:
+            if self._file is not None and self._file.deleted:
+                self._file.close()
+                self._file = None
             if self._file is None:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._file = LineFile(self.directory / _segment_name(), fresh=True)

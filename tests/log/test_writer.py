@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import threading
 from pathlib import Path
 
@@ -52,6 +53,27 @@ def test_one_json_line_an_event_in_a_named_segment(tmp_path: Path) -> None:
         "reply 1",
     ]
     assert lines[-1] == b""
+
+
+def test_events_after_somebody_removed_the_folder_are_in_a_new_one(tmp_path: Path) -> None:
+    with LogWriter(tmp_path / "logs") as writer:
+        writer.write(turn(0))
+        shutil.rmtree(tmp_path / "logs")
+        writer.write(turn(1))
+        writer.write(turn(2))
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+    assert texts(tmp_path / "logs") == ["reply 1", "reply 2"]
+
+
+def test_a_relative_folder_stays_where_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with LogWriter("logs") as writer:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        writer.write(turn(0))
+    assert texts(tmp_path / "logs") == ["reply 0"]
 
 
 def test_the_line_is_on_its_way_before_write_returns(tmp_path: Path) -> None:
