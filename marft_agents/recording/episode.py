@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from marft_agents.errors import RewardError
-from marft_agents.recording.clean import jsonable
+from marft_agents.recording.clean import jsonable, without_secrets
 from marft_agents.recording.core import Core
 from marft_agents.recording.linking import Ledger
 from marft_agents.schema import (
@@ -60,8 +60,8 @@ class LiveEpisode:
             EpisodeStarted(
                 time=self.core.clock(),
                 episode_id=self.id,
-                task=jsonable(task),
-                metadata=jsonable(metadata or {}),
+                task=without_secrets(jsonable(task)),
+                metadata=without_secrets(jsonable(metadata or {})),
                 runtime=runtime,
                 parent_id=self.parent_id,
             )
@@ -187,8 +187,11 @@ def current_episode(core: Core) -> LiveEpisode | None:
 
 def describe_error(error: BaseException) -> str:
     """``ValueError: what was wrong``, in at most 500 characters."""
-    text = str(error)
     name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # the app's own exceptions may fail at this
+        return name
     return (f"{name}: {text}" if text else name)[:500]
 
 
@@ -204,21 +207,29 @@ def give_reward(
     """Log a reward. Only a real number (or bool, or ``None``: not scored) counts.
 
     Raises:
-        RewardError: for any other value, when strict; it is logged as refused first.
+        RewardError: for any other value, or a name that is no text, when strict; it is logged as
+            refused first.
     """
+    names: dict[str, object] = {"agent": agent, "turn_id": turn_id}
+    wrong = [
+        f"{name} is a {type(given).__name__}, not a name"
+        for name, given in names.items()
+        if given is not None and not isinstance(given, str)
+    ]
     event = RewardEvent(
         time=core.clock(),
-        episode_id=episode_id,
-        value=_plain_number(value),
-        agent=agent,
-        turn_id=turn_id,
-        source=source,
+        episode_id=str(episode_id) or "unnamed",
+        value=None if wrong else _plain_number(value),
+        agent=None if wrong else agent,
+        turn_id=None if wrong else turn_id,
+        source=str(source),
+        refused=wrong[0] if wrong else None,
     )
     core.emit(event)
     if event.refused is not None:
         message = (
-            f"reward of episode {episode_id!r} refused: {event.refused};"
-            " give a finite number, a bool, or None for not scored"
+            f"reward of episode {event.episode_id!r} refused: {event.refused};"
+            " give a finite number, a bool, or None for not scored, and names as text"
         )
         if core.safety.strict:
             raise RewardError(message)

@@ -77,7 +77,8 @@ class EpisodeContext:
     def __enter__(self) -> EpisodeHandle:
         core = self._core
         parent = current_episode(core)
-        self._live = LiveEpisode(core, self._id or core.new_id(), parent.id if parent else None)
+        name = core.new_id() if self._id in (None, "") else str(self._id)
+        self._live = LiveEpisode(core, name, parent.id if parent else None)
         with core.safety.guard("log the start of an episode"):
             self._live.start(self._task, self._metadata, None)
         self._active = self._live.active()

@@ -66,7 +66,7 @@ def announced_defaults(header: str | None) -> JsonDict:
         return {}
     try:
         parsed = json.loads(header)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return cast("JsonDict", parsed) if isinstance(parsed, dict) else {}
 

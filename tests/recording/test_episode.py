@@ -175,6 +175,37 @@ def test_anything_else_is_recorded_as_refused(value: Any, caplog: pytest.LogCapt
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("names", [{"agent": object()}, {"agent": 3}, {"turn_id": 3}])
+def test_a_reward_for_something_that_is_no_name_is_refused(
+    names: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with recording(raise_errors=False) as (_, recorder, log), caplog.at_level(logging.WARNING):
+        recorder.reward("e", 1.0, **names)
+    (event,) = log.of(RewardEvent)
+    assert event.value is None and "not a name" in str(event.refused)
+    assert "not a name" in caplog.text
+
+
+def test_numbers_may_name_episodes() -> None:
+    number: Any = 0
+    with recording() as (_, recorder, log):
+        with recorder.episode(id=number) as episode:
+            episode.reward(1.0)
+        recorder.reward(number, 0.5, source="later")
+    assert episode.id == "0" and {e.episode_id for e in log.events} == {"0"}
+
+
+def test_an_exception_that_cannot_be_printed_ends_its_episode() -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no str")
+
+    with recording() as (_, recorder, log), pytest.raises(Unspeakable), recorder.episode():
+        raise Unspeakable
+    (end,) = log.of(EpisodeEnded)
+    assert (end.reason, end.detail) == ("failed", "Unspeakable")
+
+
 def test_a_refused_reward_is_raised_under_pytest() -> None:
     with recording() as (_, recorder, log), pytest.raises(RewardError, match="episode 'e' refused"):
         recorder.reward("e", math.nan)

@@ -57,5 +57,6 @@ def test_free_output_is_none(request_: dict[str, Any]) -> None:
 
 def test_headers_that_cannot_be_read_say_nothing() -> None:
     assert announced_defaults(None) == announced_defaults("{") == announced_defaults("[1]") == {}
+    assert announced_defaults("[" * 100_000) == {}
     assert announced_mode("raw_logprobs") == "raw"
     assert announced_mode(None) is None and announced_mode("odd") is None
