@@ -1,7 +1,8 @@
 """Anything the app hands over, made fit for one JSON line.
 
 Invariant: nothing here raises. Text is kept verbatim; only foreign objects become text, and only
-base64 payloads are swapped for their hash and size.
+base64 payloads are swapped for their hash and size. What the app says about an episode loses its
+keys; messages are kept as they were sent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pydantic import BaseModel
 _MAX_DEPTH = 40
 _MAX_FOREIGN = 10_000
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+_SECRET = r"(?:api[_-]?key|secret[_-]?key|authorization|(?:access|auth|bearer)[_-]?token)"
+_SECRET_NAME = re.compile(rf"{_SECRET}$", re.IGNORECASE)
+_SECRET_SHOWN = re.compile(rf"({_SECRET}['\"]?\s*[=:]\s*)(['\"]?)[^'\",\s)}}\]]+\2", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]{512,}")
 
 
@@ -46,9 +50,21 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     return _described(value)
 
 
+def without_secrets(value: Any) -> Any:
+    """A JSON value without the texts under names like ``api_key`` and ``access_token``."""
+    if isinstance(value, dict):
+        return {
+            k: "***" if isinstance(v, str) and _SECRET_NAME.search(k) else without_secrets(v)
+            for k, v in cast("dict[str, Any]", value).items()
+        }
+    if isinstance(value, list):
+        return [without_secrets(v) for v in cast("list[Any]", value)]
+    return value
+
+
 def _described(value: Any) -> str:
     try:
-        return str(value)[:_MAX_FOREIGN]
+        return _SECRET_SHOWN.sub(r"\1***", str(value))[:_MAX_FOREIGN]
     except Exception:
         return f"<{type(value).__name__}>"
 

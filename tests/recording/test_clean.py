@@ -6,13 +6,14 @@ import base64
 import enum
 import hashlib
 import json
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from marft_agents.recording.clean import jsonable, stored_messages
+from marft_agents.recording.clean import jsonable, stored_messages, without_secrets
 
 
 class Colour(enum.StrEnum):
@@ -43,6 +44,28 @@ def test_foreign_objects_become_text() -> None:
     assert out["model"] == {"when": "2026-01-02", "where": "/a"}
     assert out["1"] == ["x"] and out["tuple"] == [1, 2.5, None, True]
     assert out["enum"] == "red" and out["hostile"] == "<Hostile>"
+
+
+@dataclass
+class Settings:
+    api_key: str
+    model: str = "planner"
+
+
+def test_keys_are_left_out_wherever_an_app_puts_its_settings() -> None:
+    given: Any = {
+        "llm_config": {"config_list": [{"model": "m", "api_key": "sk-test-1"}], "apiKey": None},
+        "headers": {"Authorization": "Bearer sk-test-2", "X-Api-Key": "sk-test-3"},
+        "object": Settings("sk-test-4"),
+        "question": "my api_key=sk-mine is refused",
+        "max_tokens": 5,
+    }
+    out = without_secrets(jsonable(given))
+    assert "sk-test" not in json.dumps(out)
+    assert out["llm_config"] == {"config_list": [{"model": "m", "api_key": "***"}], "apiKey": None}
+    assert "model='planner'" in out["object"]
+    assert out["question"] == given["question"], "text is the app's own"
+    assert out["max_tokens"] == 5
 
 
 def test_a_structure_that_holds_itself_ends() -> None:

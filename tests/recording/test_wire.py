@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from marft_agents.recording import server as server_module
+from marft_agents.schema import EpisodeStarted
 from marft_agents.testing import Reply, ScriptedServer
 from tests.recording.kit import HELLO, ask, async_sdk, recording, sdk
 
@@ -216,12 +217,15 @@ def test_no_api_key_reaches_the_log() -> None:
     refused = Reply(status=401, error="Incorrect API key provided: sk-test")
     with recording([refused, "ok"]) as (server, recorder, log):
         recorder.attach_client(client := sdk(server), "planner")
-        with recorder.episode(metadata={"note": "fine"}):
+        config = {"llm_config": {"api_key": "sk-test", "model": "planner"}}
+        with recorder.episode(task=config, metadata=config):
             with pytest.raises(openai.AuthenticationError, match="sk-test"):
                 ask(client)
             ask(client)
     assert log.turns[0].error == "HTTP 401: Incorrect API key provided: ***"
     assert "sk-test" not in "".join(e.model_dump_json() for e in log.events)
+    started = log.of(EpisodeStarted)[0]
+    assert started.metadata == {"llm_config": {"api_key": "***", "model": "planner"}}
 
 
 def test_a_key_that_is_no_secret_does_not_spoil_the_error() -> None:
