@@ -55,11 +55,22 @@ class Registry:
     # -- reading ---------------------------------------------------------------------------
 
     def agents(self) -> list[str]:
-        """Agents with at least one published version, sorted."""
+        """Agents with at least one published version, sorted.
+
+        Raises:
+            RegistryError: when a folder with versions has a name that no agent can have.
+        """
         if not self.root.is_dir():
             return []
         names = sorted(p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
-        return [name for name in names if self._versions(self.root / name)]
+        names = [name for name in names if self._versions(self.root / name)]
+        for name in names:
+            if adapter_slug(name) != name:
+                raise RegistryError(
+                    f"{self.root / name} holds adapter versions under a name that no agent can"
+                    f" have; rename it to {adapter_slug(name)!r}, or move it elsewhere"
+                )
+        return names
 
     def versions(self, agent: str) -> list[int]:
         """Published versions, ascending; empty for an agent that has none."""

@@ -365,3 +365,12 @@ def test_a_killed_publisher_leaves_nothing_half_visible(
     assert done.returncode == -signal.SIGKILL
     assert registry.versions("router") == [] == registry.agents()
     assert _publish(registry, staged, base).version == 1
+
+
+def test_a_folder_that_was_renamed_by_hand_is_named(
+    registry: Registry, staged: Path, base: BaseModelInfo
+) -> None:
+    _publish(registry, staged, base)
+    (registry.root / "router").rename(registry.root / "My Router")
+    with pytest.raises(RegistryError, match=r"My Router holds .* rename it to 'my-router'"):
+        registry.agents()
