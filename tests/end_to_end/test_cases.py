@@ -249,6 +249,32 @@ def test_case_10_masks_come_from_lengths_where_pad_is_the_end_token(tmp_path: Pa
     assert rows[-1].k == 3 and trained[3][-1] == rows[-1].token_ids[-1] == end
 
 
+def test_case_13_a_chat_that_outgrew_its_window_is_flagged_and_its_earlier_turns_are_used(
+    tmp_path: Path,
+) -> None:
+    data = case("13-context.json")
+    refused = Reply(status=400, error=f"maximum context length is {data['max_model_len']} tokens")
+    with ScriptedServer(["fine", refused]) as server, MarftRecorder(tmp_path) as recorder:
+        recorder.attach_client(client := sdk(server), "planner")
+        with (
+            pytest.raises(openai.BadRequestError, match="maximum context length is 512"),
+            recorder.episode(task="t") as episode,
+        ):
+            ask(client)
+            ask(client, messages=data["messages"])
+        recorder.reward(episode.id, 0.0)
+    (read,) = LogReader(tmp_path).episodes()
+    assert read.ended is not None and read.ended.reason == "failed"
+    assert "maximum context length" in (read.ended.detail or "")
+    failed = read.turns[1]
+    assert (failed.token_ids, failed.prompt_token_ids, failed.logprobs) == (None, None, None)
+    built = read_training_set([read])
+    assert [row.turn_id for row in built.rows] == [read.turns[0].turn_id]
+    assert built.left_out_turns == {("planner", "the call failed"): 1}
+    unscored = read_training_set([read.model_copy(update={"rewards": []})])
+    assert unscored.left_out_episodes == {"no reward, the episode failed": 1}
+
+
 def test_case_14_sampled_ids_are_trained_as_they_are(tmp_path: Path) -> None:
     data = case("14-drift.json")
     stop = data["stop_string"]

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from marft_agents.serving.local.chat import render
 from marft_agents.serving.local.protocol import ChatRequest
+from marft_agents.serving.local.refusal import Refusal
 from tests.tiny_model import make_tiny_model
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -47,3 +48,14 @@ def test_case_03_null_content_is_rendered_as_empty_text(tokenizer: Any) -> None:
         text = rendered(tokenizer, [message])
         assert text == rendered(tokenizer, [message | {"content": message.get("content") or ""}])
         assert "None" not in text
+
+
+def test_case_40_parts_become_lines_and_anything_but_text_is_refused(tokenizer: Any) -> None:
+    """Case 40: two text parts arrive joined by one newline, never as the text of a list."""
+    data = json.loads((CASES / "40-images.json").read_text())
+    joined = [{"role": "user", "content": "a\nb"}]
+    assert rendered(tokenizer, data["text_parts"]) == rendered(tokenizer, joined)
+    for messages in (data["image"], data["unknown_part"]):
+        with pytest.raises(Refusal, match="only text parts are served") as caught:
+            rendered(tokenizer, messages)
+        assert caught.value.status == data["image_status_on_text_model"]
