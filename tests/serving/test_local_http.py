@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -395,3 +396,13 @@ def test_an_engine_failure_is_a_500_and_an_event_once_streaming(
     monkeypatch.undo()
     assert client.get("/health").status_code == 200
     assert _chat(client)["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize"])
+def test_half_a_character_is_the_clients_mistake(client: TestClient, path: str) -> None:
+    torn = "a \ud800 b"
+    body = {"messages": [{"role": "user", "content": torn}]} if path == CHAT else {"prompt": torn}
+    data = json.dumps({"model": "router@v1"} | body)
+    reply = client.post(path, content=data, headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    assert "error" in reply.json()

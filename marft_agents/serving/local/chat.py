@@ -46,7 +46,15 @@ def render(
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Token ids of a text."""
+    """Token ids of a text.
+
+    Raises:
+        Refusal: 400, for a text that is half of a character somewhere.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise Refusal(400, f"the text has a lone surrogate at character {error.start}") from error
     return list(tokenizer.encode(text, add_special_tokens=special))
 
 
