@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +195,16 @@ CASE_12: dict[str, Any] = json.loads((CASES / "12-limits.json").read_text())
 
 
 def published_with(root: Path, model_dir: Path, settings: dict[str, Any]) -> None:
-    """A planner@v1 whose adapter config says ``settings``."""
+    """A planner@v1 whose adapter config says ``settings``, and whose manifest agrees."""
     publish_untrained(root, model_dir, ("planner",))
-    config_file = root / "planner" / "v0001" / "adapter_config.json"
-    config_file.chmod(0o644)
+    folder = root / "planner" / "v0001"
+    config_file, manifest_file = folder / "adapter_config.json", folder / "manifest.json"
     config = json.loads(config_file.read_text()) | {"r": 8} | settings
-    config_file.write_text(json.dumps(config))
+    manifest = json.loads(manifest_file.read_text())
+    manifest["files"][config_file.name] = sha256(json.dumps(config).encode()).hexdigest()
+    for file, content in ((config_file, config), (manifest_file, manifest)):
+        file.chmod(0o644)
+        file.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("refused", CASE_12["refuse"], ids=json.dumps)
