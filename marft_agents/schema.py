@@ -374,7 +374,9 @@ class AdapterManifest(Record):
         return served_name(self.agent, self.version)
 
 
-RESERVED_NAMES = frozenset({"default", "ref", "critic", "base", "__base__"})
+CRITIC_ADAPTER = "marft-critic"
+"""Reserved for the value function's own adapter; plain ``critic`` is what teams call a reviewer."""
+RESERVED_NAMES = frozenset({"default", "ref", "base", "__base__", CRITIC_ADAPTER})
 _MODULE_PARTS = frozenset(
     {
         "model", "layers", "self_attn", "mlp", "lm_head", "embed_tokens", "norm", "base_model",

@@ -260,6 +260,7 @@ def test_why_an_episode_is_left_out(seen: Episode, reason: str | None) -> None:
     ("agent", "slug"),
     [
         ("planner", "planner"),
+        ("critic", "critic"),
         ("Code_Writer", "code_writer"),
         ("gpt-4.1 mini", "gpt-4-1-mini"),
         ("a.b.c", "a-b-c"),

@@ -111,8 +111,8 @@ MIXED = [episode("a", 0.0), episode("b", 1.0)]
 
 def test_case_30_a_silent_agent_is_listed_and_left_alone(model_dir: Path, tmp_path: Path) -> None:
     config = json.loads((CASES / "30-config.json").read_text())
-    publish_untrained(tmp_path / "adapters", model_dir, ("planner", "reviewer"))
-    mapping = dict.fromkeys(config["adapters"], "planner") | {"critic": "reviewer"}
+    publish_untrained(tmp_path / "adapters", model_dir, tuple(config["adapters"]))
+    mapping = {agent: agent for agent in config["adapters"]}
     made = plan(case_30(), model_dir, tmp_path / "adapters", agents=mapping)
     assert [(a.adapter, a.start, len(a.rows)) for a in made.adapters] == [("planner", 1, 2)]
     assert [(u.name, u.why) for u in made.untouched] == [("critic", "0 samples")]
