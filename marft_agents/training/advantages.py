@@ -2,7 +2,9 @@
 
 Invariant: the recursion runs over every action of an episode (external agents' included); only
 trainable turns get a normalised advantage and a weight. An adapter whose turns do not differ in
-advantage is left out: scaling its noise up to unit size would train on nothing.
+advantage is left out: scaling its noise up to unit size would train on nothing. The lightest turns
+are skipped as long as they hold a small share of all weight: on real logs most turns are light, so
+most of the time is saved, and rare bad tokens are not imitated because they happened to be sampled.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ class Credits:
     """Normalised advantage by row index."""
     weight: dict[int, float]
     """AWR weight by row index; 0 for a skipped row."""
+    mean_weight: dict[str, float]
+    """Mean over the rows that are not skipped, per adapter."""
     flat: list[str]
     """Adapters whose turns do not differ in advantage."""
     skipped: dict[str, int]
-    """Rows of negligible weight, per adapter."""
+    """Light rows that are skipped, per adapter."""
 
 
 def action_credits(
@@ -103,8 +107,18 @@ def assign_credit(plan: Plan, values: Sequence[EpisodeValues], config: MarftConf
     scaled = normalise([raw[i] for i in rows], [plan.data.rows[i].agent for i in rows],
                        config.normalise)  # fmt: skip
     advantage = dict(zip(rows, scaled, strict=True))
-    weight, skipped = _weights(kept, advantage, config)
-    return Credits(actions, advantage, weight, flat, skipped)
+    weight: dict[int, float] = {}
+    for adapter in kept:
+        weight |= _weights(adapter, advantage, config)
+    used = {a.adapter: [weight[i] for i in a.rows if weight[i] > 0] for a in kept}
+    return Credits(
+        actions,
+        advantage,
+        weight,
+        {name: math.fsum(values) / len(values) for name, values in used.items()},
+        flat,
+        {a.adapter: len(a.rows) - len(used[a.adapter]) for a in kept},
+    )
 
 
 def _advantage(plan: Plan, actions: Sequence[Sequence[ActionCredit]], row: int) -> float:
@@ -118,17 +132,19 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _weights(
-    adapters: Sequence[AdapterPlan], advantage: dict[int, float], config: MarftConfig
-) -> tuple[dict[int, float], dict[str, int]]:
-    weight: dict[int, float] = {}
-    skipped: dict[str, int] = {}
-    for adapter in adapters:
-        values = awr_weights(
-            [advantage[i] for i in adapter.rows],
-            temperature=config.awr_temperature,
-            weight_max=config.awr_weight_max,
-        )
-        floor = config.awr_weight_min * math.fsum(values) / len(values)
-        weight |= {i: w if w >= floor else 0.0 for i, w in zip(adapter.rows, values, strict=True)}
-        skipped[adapter.adapter] = sum(w < floor for w in values)
-    return weight, skipped
+    adapter: AdapterPlan, advantage: dict[int, float], config: MarftConfig
+) -> dict[int, float]:
+    """Weight by row index, the lightest ones set to 0."""
+    values = awr_weights(
+        [advantage[i] for i in adapter.rows],
+        temperature=config.awr_temperature,
+        weight_max=config.awr_weight_max,
+    )
+    weight = dict(zip(adapter.rows, values, strict=True))
+    budget = config.awr_skip_share * math.fsum(values)
+    for row in sorted(adapter.rows, key=lambda i: (weight[i], i)):
+        budget -= weight[row]
+        if budget < 0:
+            break
+        weight[row] = 0.0
+    return weight

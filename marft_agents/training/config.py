@@ -30,8 +30,8 @@ class MarftConfig(BaseConfig):
     """Settings of offline training; see each field's help."""
 
     # what transformers has, with defaults that fit small adapters and few logs
-    learning_rate: float = _setting(3e-4, "Adam's step size for the adapters.")
-    num_train_epochs: float = _setting(3.0, "Passes over each adapter's turns, one after another.")
+    learning_rate: float = _setting(5e-4, "Adam's step size for the adapters.")
+    num_train_epochs: float = _setting(4.0, "Passes over each adapter's turns, one after another.")
     per_device_train_batch_size: int = _setting(8, "Turns scored together.")
     lr_scheduler_type: str = _setting("constant", "Schedule over all agents' steps together.")
     gradient_checkpointing: bool = _setting(False, "Trade compute for memory.")
@@ -61,7 +61,7 @@ class MarftConfig(BaseConfig):
     # advantage-weighted regression
     awr_temperature: float = _setting(0.5, "tau: small imitates only the best actions.")
     awr_weight_max: float = _setting(20.0, "Largest weight of one action.")
-    awr_weight_min: float = _setting(1e-3, "Skip turns below this share of the mean weight.")
+    awr_skip_share: float = _setting(0.1, "Skip the lightest turns, up to this share of weight.")
 
     # adapters
     lora_rank: int = _setting(DEFAULT_RANK, "Rank of an adapter that does not exist yet.")
@@ -100,6 +100,7 @@ class MarftConfig(BaseConfig):
     def _check(self) -> None:
         for name in ("gamma", "lam"):
             self._must(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        self._must("awr_skip_share", 0 <= self.awr_skip_share < 1, "from 0 to below 1")
         for name in (
             "learning_rate", "num_train_epochs", "awr_temperature", "awr_weight_max", "lora_rank",
             "lora_alpha", "max_lora_rank", "critic_hidden", "critic_epochs",
@@ -107,7 +108,7 @@ class MarftConfig(BaseConfig):
             "per_device_train_batch_size", "gradient_accumulation_steps", "effect_turns",
         ):  # fmt: skip
             self._must(name, getattr(self, name) > 0, "above 0")
-        for name in ("awr_weight_min", "replay_turns", "max_nonfinite_steps", "weight_decay"):
+        for name in ("replay_turns", "max_nonfinite_steps", "weight_decay"):
             self._must(name, getattr(self, name) >= 0, "0 or more")
         for name in ("learning_rate", "num_train_epochs", "weight_decay", "critic_learning_rate"):
             self._must(name, math.isfinite(getattr(self, name)), "a finite number")

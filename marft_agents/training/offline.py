@@ -125,7 +125,7 @@ def _run(
     session.replay()
     critic = session.critic()
     credits = assign_credit(plan, critic.values, config)
-    for line in _credit_summary(credits):
+    for line in _credit_summary(credits, config.awr_skip_share):
         say(line)
     kept = [a for a in plan.adapters if a.adapter not in credits.flat]
     meters = {a.adapter: session.meter(a, credits) for a in kept}
@@ -155,7 +155,7 @@ def _run(
     )
 
 
-def _credit_summary(credits: Credits) -> Sequence[str]:
+def _credit_summary(credits: Credits, share: float) -> Sequence[str]:
     deltas: dict[str, list[float]] = {}
     for action in (action for episode in credits.actions for action in episode):
         deltas.setdefault(action.agent, []).append(action.delta)
@@ -168,7 +168,8 @@ def _credit_summary(credits: Credits) -> Sequence[str]:
         for adapter in credits.flat
     ]
     return lines + [
-        f"{adapter}: {count} turns of negligible weight are skipped"
+        f"{adapter}: {count} turns of little weight are skipped (together at most"
+        f" {share:.0%} of it)"
         for adapter, count in credits.skipped.items()
         if count
     ]
@@ -184,7 +185,7 @@ def _train(
             adapter=a.adapter,
             prompt_ids=rows[i].prompt_ids,
             token_ids=rows[i].token_ids,
-            weight=credits.weight[i],
+            weight=credits.weight[i] / credits.mean_weight[a.adapter],
             temperature=rows[i].temperature,
         )
         for a in adapters

@@ -66,7 +66,6 @@ def publish_all(
             training=facts,
             by="marft-agents finetune",
         )
-        weights = [credits.weight[i] for i in one.plan.rows]
         results.append(
             AdapterResult(
                 adapter=one.plan.adapter,
@@ -74,7 +73,7 @@ def publish_all(
                 episodes=facts["episodes"],
                 turns=facts["turns"],
                 tokens=facts["tokens"],
-                mean_weight=math.fsum(weights) / len(weights),
+                mean_weight=credits.mean_weight[one.plan.adapter],
                 skipped=credits.skipped[one.plan.adapter],
                 effect=one.effect,
                 parent=one.plan.start,

@@ -28,8 +28,9 @@ class AdapterResult:
     turns: int
     tokens: int
     mean_weight: float
+    """Over the turns that were not skipped; a turn's weight in the loss is relative to it."""
     skipped: int
-    """Turns of negligible weight."""
+    """Turns of little weight."""
     effect: Effect
     parent: int | None
     version: int
@@ -54,7 +55,18 @@ class FinetuneResult:
 def result_lines(result: FinetuneResult, swapped: Mapping[str, str]) -> Iterator[str]:
     """The final table; ``swapped`` says per adapter whether a server serves the new version."""
     rows: list[tuple[str, ...]] = [
-        ("adapter", "episodes", "turns", "tokens", "weight", "good", "bad", "version", "served")
+        (
+            "adapter",
+            "episodes",
+            "turns",
+            "used",
+            "tokens",
+            "weight",
+            "good",
+            "bad",
+            "version",
+            "served",
+        )
     ]
     for a in result.adapters:
         origin = f"v{a.parent}" if a.parent is not None else "new"
@@ -63,6 +75,7 @@ def result_lines(result: FinetuneResult, swapped: Mapping[str, str]) -> Iterator
                 a.adapter,
                 str(a.episodes),
                 str(a.turns),
+                str(a.turns - a.skipped),
                 str(a.tokens),
                 f"{a.mean_weight:.2f}",
                 f"{a.effect.good_change:+.3f}",

@@ -79,7 +79,7 @@ def assign(plan: Plan, value: float = 0.0, **settings: Any) -> Credits:
 
 def test_advantages_are_normalised_per_agent_and_weighted() -> None:
     plan = make_plan([(0, 0), (0, 1), (0, 0), (0, 1)], {"a": ["a"], "b": ["b"]})
-    credits = assign(plan, lam=1.0, awr_temperature=0.5, awr_weight_max=5.0)
+    credits = assign(plan, lam=1.0, awr_temperature=0.5, awr_weight_max=5.0, awr_skip_share=0)
     assert [round(credits.advantage[i], 3) for i in range(8)] == [-1, -1, 1, 1] * 2
     assert credits.weight[2] == pytest.approx(5.0), "clipped"
     assert credits.weight[0] == pytest.approx(math.exp(-2), abs=1e-6)
@@ -105,11 +105,20 @@ def test_nothing_is_trained_when_no_adapters_turns_differ() -> None:
         assign(make_plan([(0, 1), (0, 1)], {"a": ["a"], "b": ["b"]}))
 
 
-def test_turns_of_negligible_weight_are_skipped_and_counted() -> None:
-    plan = make_plan([(0, 0)] * 3 + [(1, 0)], {"a": ["a"]})
-    credits = assign(plan, lam=0.0, awr_temperature=0.05, awr_weight_max=1e6)
-    assert credits.skipped == {"a": 3}
-    assert [credits.weight[i] > 0 for i in (0, 2, 4, 6)] == [False, False, False, True]
+@pytest.mark.parametrize(("share", "skipped"), [(0.0, 0), (0.02, 1), (0.04, 2), (0.5, 3)])
+def test_the_lightest_turns_are_skipped_up_to_a_share_of_all_weight(
+    share: float, skipped: int
+) -> None:
+    plan = make_plan([(0, 0), (0.1, 0), (0.2, 0), (1, 0)], {"a": ["a"]})
+    everything = assign(plan, lam=0.0, awr_skip_share=0).weight
+    credits = assign(plan, lam=0.0, awr_skip_share=share)
+    left = [credits.weight[i] for i in (0, 2, 4, 6)]
+    assert left == [0.0] * skipped + [everything[i] for i in (0, 2, 4, 6)][skipped:]
+    assert credits.skipped == {"a": skipped}
+    used = [w for w in left if w > 0]
+    assert credits.mean_weight["a"] == pytest.approx(math.fsum(used) / len(used))
+    dropped = math.fsum(everything.values()) - math.fsum(left)
+    assert dropped <= share * math.fsum(everything.values()) + 1e-12
 
 
 def test_a_shared_adapter_scales_each_agent_by_itself() -> None:
