@@ -181,6 +181,10 @@ class HumanEvent(Event):
     index: int = Field(default=0, ge=0)
 
 
+LARGEST_REWARD = 1e15
+"""Sums and squares of rewards up to this stay finite in float32; a larger one is a mistake."""
+
+
 def _as_float(value: object) -> float:
     """A number, a truth value, or the scalar of an array library, as a float."""
     item = getattr(value, "item", None)
@@ -194,9 +198,10 @@ def _as_float(value: object) -> float:
 class RewardEvent(Event):
     """A reward, at any time and from any file.
 
-    Type rule: a finite number, or ``true``/``false`` read as 1/0; a scalar of an array library is
-    the number it holds. ``None`` is "not scored". Anything else is kept as ``refused`` with
-    ``value`` None and never counts as a reward. ``agent`` None: the team's reward.
+    Type rule: a finite number of at most ``LARGEST_REWARD``, or ``true``/``false`` read as 1/0; a
+    scalar of an array library is the number it holds. ``None`` is "not scored". Anything else is
+    kept as ``refused`` with ``value`` None and never counts as a reward. ``agent`` None: the team's
+    reward.
     For one (agent, turn, source) the latest record wins; different sources add up.
     """
 
@@ -220,9 +225,11 @@ class RewardEvent(Event):
             number = _as_float(value)
         except (TypeError, OverflowError) as error:
             return fields | {"value": None, "refused": str(error)[:120]}
-        if math.isfinite(number):
-            return fields | {"value": number}
-        return fields | {"value": None, "refused": f"not finite: {number}"}
+        if not math.isfinite(number):
+            return fields | {"value": None, "refused": f"not finite: {number}"}
+        if abs(number) > LARGEST_REWARD:
+            return fields | {"value": None, "refused": f"larger than {LARGEST_REWARD:g}: {number}"}
+        return fields | {"value": number}
 
 
 class EpisodeEnded(Event):

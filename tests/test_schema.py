@@ -179,6 +179,7 @@ def test_a_reward_is_a_number_or_a_truth_value(value: Any, read: float | None) -
         (float("nan"), "not finite: nan"),
         (float("inf"), "not finite: inf"),
         (10**400, "too large"),
+        (-1e308, "larger than 1e+15: -1e+308"),  # two of them have no sum
         (Scalar(float("-inf")), "not finite: -inf"),
         (Scalar("0.5"), "not a number: '0.5'"),
         (Scalar(0.5, ndim=1), "not a number: Scalar(0.5)"),

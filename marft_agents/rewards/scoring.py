@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from marft_agents.rewards.function import RewardFunction
-from marft_agents.schema import Episode, RewardEvent
+from marft_agents.schema import LARGEST_REWARD, Episode, RewardEvent
 
 SOURCE = "reward-function"
 _EXAMPLES = 5
@@ -73,8 +73,10 @@ def _rewards(episode: Episode, answer: object) -> list[RewardEvent] | str:
     events: list[RewardEvent] = []
     for agent, value in per_agent.items():
         number = _number(value)
+        whose = "" if agent is None else f" for agent {agent!r}"
+        if number is not None and abs(number) > LARGEST_REWARD:
+            return f"larger than {LARGEST_REWARD:g}{whose}: {number}"
         if number is None:
-            whose = "" if agent is None else f" for agent {agent!r}"
             return f"not a finite number{whose}: {_shown(value)}"
         if agent is not None and agent not in agents:
             return f"a reward for {agent!r}, who is not among {', '.join(sorted(agents))}"

@@ -85,6 +85,7 @@ def test_none_means_not_scored() -> None:
         (float("inf"), "not a finite number: inf"),
         ("0.5", "not a finite number: '0.5'"),
         ([1], r"not a finite number: \[1\]"),
+        (1e308, "larger than 1e\\+15: 1e\\+308"),
         (10**400, "not a finite number: 1000"),
         (Unprintable(), "not a finite number: <Unprintable>"),
         (Unspeakable(), "Unspeakable: <Unspeakable>"),
