@@ -129,6 +129,9 @@ class Turn(Event):
     """Text a human put in place of ``text``, if any."""
     error: str | None = None
 
+    def _ids(self) -> tuple[list[int], list[int]]:
+        return self.prompt_token_ids or [], self.token_ids or []
+
     @property
     def untrainable_reason(self) -> str | None:
         """Why no policy update may use this turn; ``None`` when it can be trained on."""
@@ -140,6 +143,10 @@ class Turn(Event):
             (self.edited_text is not None, "edited by a human"),
             (not self.prompt_token_ids, "no prompt token ids"),
             (not self.token_ids, "no sampled token ids"),
+            (
+                any(min(ids) < 0 or max(ids) >= 2**31 for ids in self._ids() if ids),
+                "a token id is out of any vocabulary",
+            ),
             (self.logprobs is None, "no log-probabilities"),
             (
                 len(self.token_ids or ()) != len(self.logprobs or ()),

@@ -77,6 +77,8 @@ def episode(*rewards: RewardEvent, **fields: Any) -> Episode:
         ({"prompt_token_ids": None}, "no prompt token ids"),
         ({"prompt_token_ids": []}, "no prompt token ids"),
         ({"token_ids": None}, "no sampled token ids"),
+        ({"token_ids": [-1, 5]}, "a token id is out of any vocabulary"),
+        ({"prompt_token_ids": [10**30]}, "a token id is out of any vocabulary"),
         ({"logprobs": None}, "no log-probabilities"),
         ({"logprobs": [-0.5]}, "differ in length"),
         ({"logprobs": [-0.5, float("nan")]}, "not finite, positive or a placeholder"),
