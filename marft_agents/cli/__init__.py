@@ -49,6 +49,7 @@ def main() -> None:
     try:
         code = cli.main(prog_name="marft-agents", standalone_mode=False)
     except click.exceptions.Abort:
+        click.echo("marft-agents: interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
         error.show()

@@ -24,6 +24,7 @@ from tests.serving.stage import make_house
 @pytest.mark.parametrize(
     ("error", "line"),
     [
+        (KeyboardInterrupt(), "\nmarft-agents: interrupted\n"),
         (ServerError("GET /x answered 500: oops\nsecond\x1b[31m line"),
          "marft-agents: GET /x answered 500: oops second\\x1b[31m line\n"),
         (OSError(28, "No space left on device", "adapters/credit.jsonl"),
@@ -31,7 +32,10 @@ from tests.serving.stage import make_house
     ],
 )  # fmt: skip
 def test_what_others_say_is_one_plain_line(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     @click.command()
     def failing() -> None:
@@ -44,7 +48,7 @@ def test_what_others_say_is_one_plain_line(
     monkeypatch.setattr(sys, "argv", ["marft-agents", "inspect"])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    assert stopped.value.code == 2
+    assert stopped.value.code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     assert capsys.readouterr().err == line
 
 
