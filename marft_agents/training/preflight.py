@@ -13,6 +13,7 @@ from marft_agents.log import LogReader
 from marft_agents.rewards import ScoreTally
 from marft_agents.schema import served_name
 from marft_agents.training.plan import Plan, reward_line
+from marft_agents.training.signal import flat_tasks
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -54,6 +55,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if data.notes:
         yield f"  note: {_counted(data.notes)}"
     yield f"reward: {reward_line([e.total_reward for e in data.episodes])}"
+    repeated, flat = flat_tasks(data.episodes)
+    if flat:
+        yield f"  {flat} of {repeated} repeated tasks always earned the same"
     yield ""
     yield from table(list(_adapter_rows(plan)))
     yield from (f"  {u.name}: {u.why}; untouched" for u in plan.untouched)

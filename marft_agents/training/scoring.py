@@ -100,20 +100,23 @@ def score_turns(
     return out
 
 
-def sharing_is_exact(model: Any, turns: Sequence[Scorable]) -> bool:
-    """Whether this model scores turns in a tree as it scores them alone (tried on a few).
+def sharing_is_exact(model: Any, turns: Sequence[Scorable], pack_tokens: int) -> bool:
+    """Whether this model scores turns in a tree as it scores them alone.
 
-    Models with sliding windows, recurrent layers or their own masks do not.
+    Tried on the shortest and longest turns that would share a pack. Models with sliding windows
+    shorter than a turn, recurrent layers or masks of their own do not.
     """
-    shortest = sorted(turns, key=lambda t: len(t.prompt_ids) + len(t.token_ids))[:3]
-    if len(shortest) < 2:
+    distinct = {(*t.prompt_ids, -1, *t.token_ids): t for t in turns}
+    by_length = [distinct[key] for key in sorted(distinct, key=len) if len(key) <= pack_tokens]
+    if len(by_length) < 2:
         return False
-    ones = [1.0] * len(shortest)
+    tried = by_length if len(by_length) <= 4 else [*by_length[:2], *by_length[-2:]]
+    ones = [1.0] * len(tried)
     try:
-        together = score_turns(model, shortest, ones, pack_tokens=1 << 30, share=True)
+        together = score_turns(model, tried, ones, pack_tokens=1 << 30, share=True)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
         return False
-    alone = score_turns(model, shortest, ones, pack_tokens=1 << 30, share=False)
+    alone = score_turns(model, tried, ones, pack_tokens=1 << 30, share=False)
     pairs = zip(chain.from_iterable(together), chain.from_iterable(alone), strict=True)
     worst = max(abs(a - b) for a, b in pairs)
     return worst < (_SAME if model.dtype == torch.float32 else 50 * _SAME)

@@ -43,7 +43,7 @@ class Session:
         new = NewAdapter(config.lora_rank, config.lora_alpha, config.lora_target_modules)
         self.model: Any = attach_adapters(base, plan, registry, new, config.seed, scratch)
         rows = [plan.data.rows[i] for a in plan.adapters for i in a.rows]
-        self.share = sharing_is_exact(self.model, rows)
+        self.share = sharing_is_exact(self.model, rows, config.pack_tokens)
         names = ", ".join(a.adapter for a in plan.adapters)
         say(
             f"loaded {plan.base.name} with {names} on {config.device.type}"
@@ -82,6 +82,8 @@ class Session:
         transcripts = [
             tokenise(e.lines, lambda text: encode(text, add_special_tokens=False)) for e in episodes
         ]
+        tokens = sum(len(t.ids) for t in transcripts)
+        self.say(f"critic: reading {len(episodes)} transcripts, {tokens} tokens")
         window = min(config.critic_max_length, context_length(self.plan.model_dir) or 1 << 30)
         longer = sum(len(t.ids) > window for t in transcripts)
         with use_adapter(self.model, None):
@@ -92,11 +94,10 @@ class Session:
                 pack_tokens=config.pack_tokens if self.share else 0,
             )
         critic = fit_critic(episodes, features, critic_settings(config))
-        windowed = f" ({longer} longer than {window}, read in windows)" if longer else ""
+        windowed = f"; {longer} transcripts over {window} tokens, in windows" if longer else ""
         self.say(
-            f"critic: {len(episodes)} transcripts, {sum(len(t.ids) for t in transcripts)}"
-            f" tokens{windowed}; explains {critic.explained_variance:.0%} of the variance of"
-            f" returns it has not seen; {time.monotonic() - started:.0f} s"
+            f"critic: explains {critic.explained_variance:.0%} of the variance of returns it has"
+            f" not seen{windowed}; {time.monotonic() - started:.0f} s"
         )
         return critic
 

@@ -46,6 +46,16 @@ def has_spread(episodes: Sequence[EpisodeView]) -> bool:
     return any(map(_differ, repeated)) or (len(once) > 1 and _differ(once))
 
 
+def flat_tasks(episodes: Sequence[EpisodeView]) -> tuple[int, int]:
+    """Number of tasks that were repeated, and of those that always earned the same."""
+    tasks: dict[str, list[EpisodeView]] = {}
+    for episode in episodes:
+        if episode.task is not None:
+            tasks.setdefault(episode.task, []).append(episode)
+    repeated = [group for group in tasks.values() if len(group) > 1]
+    return len(repeated), sum(not _differ(group) for group in repeated)
+
+
 def _reasons(data: TrainingSet) -> str:
     counts = data.left_out_episodes.most_common(4)
     return ", ".join(f"{n} {reason}" for reason, n in counts) or "none was left out"

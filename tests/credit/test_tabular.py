@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_agents.credit import action_gae, credit_report, normalise
@@ -90,6 +90,7 @@ def double_sum(
     ]
 
 
+@settings(deadline=None)
 @given(episodes(), st.floats(0, 1), st.floats(0, 1))
 def test_recursion_equals_the_explicit_double_sum(
     episode: tuple[list[float], list[float], list[int], float], gamma: float, lam: float
@@ -99,6 +100,7 @@ def test_recursion_equals_the_explicit_double_sum(
     assert got.advantage_K == pytest.approx(double_sum(episode, gamma, lam), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(episodes(), FINITE)
 def test_deltas_telescope_for_any_values(
     episode: tuple[list[float], list[float], list[int], float], start: float
@@ -111,6 +113,7 @@ def test_deltas_telescope_for_any_values(
     assert math.fsum(report.by_agent.values()) == pytest.approx(report.total, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(episodes(), episodes())
 def test_one_agent_without_hand_offs_is_plain_gae(
     first: tuple[list[float], list[float], list[int], float],

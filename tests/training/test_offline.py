@@ -155,7 +155,7 @@ def test_the_output_says_what_was_done(run: Run) -> None:
         "episodes: 24 of 24 usable",
         "poet: 0 samples; untouched",
         "replay: router under router@v1: 8 turns",
-        "critic: 24 transcripts",
+        "critic: reading 24 transcripts",
         f"router: {24 - used['router']} turns of little weight are skipped",
         f"training: {sum(used.values())} turns in 6 passes, {sum(steps.values())} steps",
         f"router: step {steps['router']}/{steps['router']}",

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MistralConfig, MistralForCausalLM
 
+from marft_agents.training._quiet import quiet
 from marft_agents.training.packing import Pack, pack_turns
 from marft_agents.training.scoring import score, score_turns, sharing_is_exact, tree_mask
 from tests.training.synthetic import TinyModel
@@ -36,6 +38,7 @@ def ancestors(pack: Pack, node: int) -> list[int]:
     return tree_mask(pack)[node].nonzero().flatten().tolist()
 
 
+@settings(deadline=None)
 @given(PIECES, st.integers(1, 20))
 def test_every_turn_is_a_path_of_the_tree(pieces: list[Piece], limit: int) -> None:
     packs = pack_turns(pieces, limit)
@@ -51,6 +54,7 @@ def test_every_turn_is_a_path_of_the_tree(pieces: list[Piece], limit: int) -> No
             assert predictors == path[len(piece.prompt_ids) - 1 :]
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_no_prefix_is_there_twice(pieces: list[Piece]) -> None:
     pack = pack_turns(pieces, 1000)[0]
@@ -113,11 +117,33 @@ def test_gradients_equal_those_of_single_turns(tiny: TinyModel) -> None:
 def test_sharing_is_tried_out_on_the_model(
     tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sharing_is_exact(tiny.model, TURNS)
-    assert not sharing_is_exact(tiny.model, TURNS[:1])
+    assert sharing_is_exact(tiny.model, TURNS, 100)
+    assert not sharing_is_exact(tiny.model, [TURNS[0]] * 3, 100), "nothing was tried"
+    assert not sharing_is_exact(tiny.model, TURNS, 4)
 
     def plain_causal(pack: Pack) -> torch.Tensor:
         return torch.ones(len(pack.ids), len(pack.ids), dtype=torch.bool).tril()
 
     monkeypatch.setattr("marft_agents.training.scoring.tree_mask", plain_causal)
-    assert not sharing_is_exact(tiny.model, TURNS)
+    assert not sharing_is_exact(tiny.model, TURNS, 100)
+
+
+def test_a_sliding_window_shorter_than_a_turn_is_found_out() -> None:
+    shape = MistralConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+        initializer_range=0.5,
+    )
+    with quiet():
+        torch.manual_seed(0)
+        model = MistralForCausalLM(shape).eval()
+        model.set_attn_implementation("sdpa")
+    short = [Piece([1, 2], [3]), Piece([1, 2], [4])]
+    long = [Piece(list(range(n, 40)), [5, 6]) for n in (1, 2)]
+    assert sharing_is_exact(model, short, 100)
+    assert not sharing_is_exact(model, short + long, 100)

@@ -23,7 +23,7 @@ from marft_agents.training.dataset import read_training_set
 from marft_agents.training.plan import NewAdapter, Plan, ServerLimits, context_length, make_plan
 from marft_agents.training.preflight import plan_lines
 from marft_agents.training.roles import resolve_adapters
-from marft_agents.training.signal import has_spread
+from marft_agents.training.signal import flat_tasks, has_spread
 from tests.tiny_model import make_tiny_model
 from tests.training.synthetic import publish_untrained
 
@@ -280,6 +280,11 @@ def test_case_16_repetitions_that_earn_the_same_are_no_signal() -> None:
     case = json.loads((CASES / "16-flat-groups.json").read_text())
     assert has_spread(views(*case["groups"]))
     assert not has_spread(views(*case["groups"][:3]))
+
+
+def test_flat_repeated_tasks_are_counted() -> None:
+    case = json.loads((CASES / "16-flat-groups.json").read_text())
+    assert flat_tasks(views(*case["groups"])) == (3, 2)
 
 
 def test_tasks_tried_once_carry_signal_when_they_differ() -> None:

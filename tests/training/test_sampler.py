@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_agents.training.sampler import AgentBlockSampler
@@ -23,6 +23,7 @@ def make(
     return AgentBlockSampler(rows, fillers, lengths, block=block, epochs=epochs, seed=seed)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 40), min_size=1),
     st.integers(1, 8),
