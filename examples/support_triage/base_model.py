@@ -43,6 +43,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _convert(gguf: Path, staged: Path) -> Path:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when the libraries below are imported
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
