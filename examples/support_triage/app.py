@@ -18,12 +18,12 @@ from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from examples.support_triage.tasks import Ticket
 
-ROUTER_PROMPT = "You route customer messages. Answer with one word: billing, shipping or technical."
+ROUTER_PROMPT = "You route customer messages. Answer with one word: billing, delivery or technical."
 WRITER_PROMPT = "You answer customers in one short sentence and sign with the department."
 SAMPLES = (
     ("I paid twice for one lamp.", "billing", "Sorry, we will check the payment. - billing"),
-    ("My lamp is late.", "shipping", "Sorry, we will trace the parcel. - shipping"),
     ("My lamp flickers.", "technical", "Sorry, we will help you fix it. - technical"),
+    ("My lamp is late.", "delivery", "Sorry, we will trace the parcel. - delivery"),
 )
 
 

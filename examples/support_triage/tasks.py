@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-DEPARTMENTS = ("billing", "shipping", "technical")
+DEPARTMENTS = ("billing", "delivery", "technical")
 
 SEEN = {
     "billing": (
@@ -20,7 +20,7 @@ SEEN = {
         "My card was declined when I paid for the {}.",
         "I need a receipt for the {} I bought.",
     ),
-    "shipping": (
+    "delivery": (
         "My {} has not arrived yet.",
         "The package with my {} is lost.",
         "Where is the delivery of my {}?",
@@ -39,7 +39,7 @@ SEEN = {
 }
 UNSEEN = {
     "billing": ("Cancel the monthly fee for my {}.", "The discount is missing from my {} invoice."),
-    "shipping": ("My {} parcel came two weeks late.", "When will you send out my {}?"),
+    "delivery": ("My {} parcel came two weeks late.", "When will you send out my {}?"),
     "technical": ("How do I reset the software on my {}?", "The battery of my {} will not charge."),
 }
 TRAIN_PRODUCTS = ("laptop", "phone", "camera", "printer", "tablet", "headset", "keyboard")
