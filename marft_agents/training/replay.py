@@ -61,6 +61,9 @@ class Replayer:
     def check(self, *, turns: int, tolerance: float, seed: int) -> Replay:
         """Replay up to ``turns`` turns per agent and version.
 
+        Turns of a version that the registry does not have are compared with the base, which an
+        untrained version equals.
+
         Raises:
             ReplayError: the mean difference of some agent and version is above ``tolerance``.
             AdapterError: a version that answered was trained for another base.
@@ -75,9 +78,8 @@ class Replayer:
                     result = self._compare(agent, version, sample)
                     if not result.mean_difference <= tolerance:
                         raise ReplayError(self._explain(result, sample, tolerance))
-            except RegistryError as error:
-                unchecked[f"{version} is not in the registry ({error})".split(";")[0]] += len(rows)
-                continue
+            except RegistryError:
+                result = self._unknown(agent, version, sample, tolerance)
             checked.append(result)
         return Replay(checked, unchecked)
 
@@ -118,6 +120,22 @@ class Replayer:
                 yield
         finally:
             self._model.delete_adapter(_TEMPORARY)
+
+    def _unknown(
+        self, agent: str, version: str, rows: Sequence[TurnRow], tolerance: float
+    ) -> Replayed:
+        """Turns of a version that nobody has here, against the base."""
+        with use_adapter(self._model, None):
+            result = self._compare(agent, f"{version} (not in the registry: the base)", rows)
+        if result.mean_difference <= tolerance:
+            return result
+        raise ReplayError(
+            f"agent {agent!r} was recorded under {version}, which {self._registry.root} does not"
+            f" have, and the base {self._plan.base.name} gives log-probabilities that differ by"
+            f" {result.mean_difference:.3f} on average (limit {tolerance:g}). Give the --model that"
+            " answered and the --output with that version, or train unchecked with"
+            " --set replay_turns=0. Nothing was changed"
+        )
 
     def _differences(
         self, rows: Sequence[TurnRow], temperature: float | None = None

@@ -134,20 +134,32 @@ def test_calls_without_an_adapter_are_the_base_models(
     assert {r.version for r in found.checked} == {"the base model"}
 
 
-def test_versions_nobody_has_and_truncated_sampling_are_counted_not_checked(
+UNKNOWN: dict[str, str | None] = {"router": "router@v9", "writer": "lora-7b"}
+
+
+def test_versions_nobody_has_must_answer_as_the_base_does(
     tiny: TinyModel, registry: Registry, model_dir: Path, tmp_path: Path
 ) -> None:
-    gone: dict[str, str | None] = {"router": "router@v9", "writer": "lora-7b"}
-    Team(tiny, tmp_path / "logs", adapters=gone).write(6)
-    Team(tiny, tmp_path / "logs").write(3, prefix="p", sampling=Sampling(top_p=0.9))
+    Team(tiny, tmp_path / "logs", adapters=UNKNOWN).write(6)
+    found = replay(tmp_path / "logs", registry, model_dir, tmp_path)
+    assert [r.version for r in found.checked] == [
+        "router@v9 (not in the registry: the base)",
+        "lora-7b (not in the registry: the base)",
+    ]
+    Team(tiny, tmp_path / "other", adapters=UNKNOWN, shift=-0.4).write(6)
+    with pytest.raises(ReplayError, match=r"under router@v9, which .* does not have.*by 0\.400"):
+        replay(tmp_path / "other", registry, model_dir, tmp_path / "x")
+
+
+def test_truncated_sampling_is_counted_not_checked(
+    tiny: TinyModel, registry: Registry, model_dir: Path, tmp_path: Path
+) -> None:
+    Team(tiny, tmp_path / "logs").write(6, sampling=Sampling(top_p=0.9))
     found = replay(tmp_path / "logs", registry, model_dir, tmp_path)
     assert found.checked == []
-    assert found.unchecked["sampled with top-p, top-k, min-p or penalties"] == 6
-    assert sorted(found.unchecked.values()) == [6, 6, 6]
+    assert found.unchecked == {"sampled with top-p, top-k, min-p or penalties": 12}
     said: list[str] = []
     replay_lines(found, said.append)
-    assert any("router@v9 is not in the registry" in line for line in said)
-    assert any("'lora-7b' is no name of the form agent@v1" in line for line in said)
     assert "WARNING: no turn could be replayed" in said[-1]
 
 
