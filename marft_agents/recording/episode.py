@@ -12,7 +12,7 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from marft_agents.errors import RewardError
 from marft_agents.recording.clean import jsonable, without_secrets
@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from marft_agents.recording.call import Call
 
 _EPISODES: ContextVar[tuple[LiveEpisode, ...]] = ContextVar("marft_episodes", default=())
+
+
+def _mapping(metadata: Any) -> Mapping[Any, Any]:
+    """Metadata of any kind as a mapping; an app that passes a bare value keeps it."""
+    if isinstance(metadata, Mapping):
+        return metadata  # pyright: ignore[reportUnknownVariableType] the app's own keys and values
+    return {} if metadata is None else {"value": metadata}
 
 
 class LiveEpisode:
@@ -61,7 +68,7 @@ class LiveEpisode:
                 time=self.core.clock(),
                 episode_id=self.id,
                 task=without_secrets(jsonable(task)),
-                metadata=without_secrets(jsonable(metadata or {})),
+                metadata=without_secrets(jsonable(_mapping(metadata))),
                 runtime=runtime,
                 parent_id=self.parent_id,
             )
@@ -142,6 +149,11 @@ class LiveEpisode:
 
     def decide(self, reason: EndReason, detail: str | None) -> None:
         """The app says how the episode ends, whatever the runtime reports."""
+        if reason not in get_args(EndReason):
+            known = ", ".join(get_args(EndReason))
+            problem = ValueError(f"an episode ends as one of {known}, not {reason!r}")
+            self.core.safety.failed("read how an episode ends; the runtime's word stands", problem)
+            return
         self._decided = (reason, detail)
 
     def end(self, error: BaseException | None = None) -> None:

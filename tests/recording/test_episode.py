@@ -67,6 +67,17 @@ def test_the_apps_word_about_the_end_counts() -> None:
     assert _ended(log) == [("truncated", "out of budget"), ("terminated", None)]
 
 
+def test_odd_words_about_the_borders_lose_neither(caplog: pytest.LogCaptureFixture) -> None:
+    log = InMemoryLog()
+    with MarftRecorder(log=log, raise_errors=False) as recorder:
+        odd: Any = "finished"
+        with recorder.episode(metadata=odd) as episode:
+            episode.end(odd)
+    assert [e.metadata for e in log.of(EpisodeStarted)] == [{"value": "finished"}]
+    assert _ended(log) == [("terminated", None)]
+    assert "terminated, truncated, failed, not 'finished'" in caplog.text
+
+
 def test_a_nested_episode_knows_its_parent_and_ends_first() -> None:
     with recording() as (_, recorder, log), recorder.episode(id="outer"):
         with recorder.episode(id="inner"):
