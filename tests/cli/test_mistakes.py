@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -136,3 +137,24 @@ def test_a_key_that_no_header_can_carry(
     monkeypatch.setenv("ODD", "ключ")
     assert "the operator key holds" in run(*finetune("http://127.0.0.1:9", "ODD"))
     assert "'ODD' has characters" in run("serve", "a", "--model", "m", "--api-key-env", "ODD")
+
+
+def test_a_command_asked_to_end_leaves_no_scratch_folder(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, tempfile, click, marft_agents.cli as cli\n"
+        "@click.command()\n"
+        "def waits():\n"
+        "    with tempfile.TemporaryDirectory(dir=sys.argv[-1]):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        signal.pause()\n"
+        "cli.cli.get_command = lambda *_: waits\n"
+        "folder, sys.argv = sys.argv[-1], ['marft-agents', 'inspect']\n"
+        "sys.argv.append(folder)\n"
+        "waits.params.append(click.Argument(['folder'], expose_value=False))\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, "marft-agents: interrupted")
+    assert list(tmp_path.iterdir()) == []
