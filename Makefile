@@ -7,7 +7,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup quickstart test test-sdks lint docs clean
 help:
-	@echo "make quickstart  record -> fine-tune -> hot-swap on a support-triage team (about 12 minutes, installation included)"
+	@echo "make quickstart  record -> fine-tune -> hot-swap on a support-triage team (about 10 minutes, installation included)"
 	@echo "make test        set up and run the tests"
 	@echo "make test-sdks   run the recorder's tests on older versions of the openai SDK"
 	@echo "make lint        set up and run ruff and pyright"

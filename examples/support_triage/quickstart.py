@@ -24,6 +24,7 @@ from examples.support_triage import app, base_model
 from examples.support_triage.tasks import Ticket, held_out_tickets, training_tickets
 from marft_agents import MarftError, MarftRecorder
 from marft_agents.evaluation import compare, proportion
+from marft_agents.registry import Registry
 from marft_agents.serving import ServerProcess
 
 AGENTS = ("router", "writer")
@@ -39,7 +40,7 @@ def say(message: str) -> None:
 
 def starting(seconds: float, line: str) -> None:
     """What the server printed last, every few seconds while it starts."""
-    say(f"  still starting after {seconds:.0f} s: {line.strip()[:100]}")
+    say(f"  starting, {seconds:.0f} s: {line.strip()[:90]}")
 
 
 async def play(
@@ -138,6 +139,15 @@ def conclude(before: list[bool], after: list[bool], run: Path, model: Path | str
     print(f"  before        {old}")
     print(f"  after         {new}")
     print(f"  difference    {gain.difference:+.0%} [{gain.low:+.0%}, {gain.high:+.0%}] (paired)")
+    print("\nwhat was trained")
+    registry = Registry(run / "adapters")
+    for agent in AGENTS:
+        manifest = registry.manifest(agent, registry.current(agent) or 1)
+        facts, parent = manifest.training, manifest.parent
+        print(
+            f"  {agent:<7} v{parent} -> v{manifest.version}: {facts['turns']} turns of"
+            f" {facts['episodes']} conversations, {facts['tokens']} tokens, rank {manifest.rank}"
+        )
     report = {"before": before, "after": after, "seconds": round(time.monotonic() - STARTED, 1)}
     (run / "result.json").write_text(json.dumps(report) + "\n", encoding="utf-8")
     if not gain.better:
