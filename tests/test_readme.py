@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_the_extras_exist() -> None:
 
 
 @contextmanager
-def serving(words: list[str], folder: Path, port: int) -> Iterator[None]:
+def serving(words: list[str], folder: Path, port: int) -> Generator[None]:
     """The README's ``serve`` line, on the local engine and a free port."""
     argv = [sys.executable, "-m", "marft_agents", *words[1:], "--engine", "local"]
     with (folder / "serve.log").open("wb") as log:
