@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def _facts(session: Session, one: Trained, critic: FittedCritic, logs: list[str]
         "effect": dataclasses.asdict(one.effect),
         "critic_explained_variance": critic.explained_variance,
         "metrics": {k.removeprefix(prefix): v for k, v in one.metrics.items() if prefix in k},
+        "program": f"marft-agents {version('marft-agents')}",
         "settings": changed_settings(session.config),
         "logs": logs,
     }
@@ -138,7 +140,7 @@ def save_critic(root: Path, critic: FittedCritic, base: BaseModelInfo, config: M
 
 
 def changed_settings(config: MarftConfig) -> dict[str, Any]:
-    """What repeats a run: the seed, and every setting that differs from its default."""
+    """What repeats a run of this version: the seed, and what differs from the defaults."""
     default = MarftConfig(use_cpu=config.use_cpu)
     names = {f.name for f in dataclasses.fields(MarftConfig)} - {"output_dir", "use_cpu", "seed"}
     changed = {
