@@ -414,8 +414,8 @@ def adapter_slug(agent: str) -> str:
         )
     if slug in RESERVED_NAMES or slug in _MODULE_PARTS:
         raise ConfigError(
-            f"agent name {agent!r} gives the reserved adapter name {slug!r};"
-            " map it to another one under `agents:` in the config"
+            f"agent name {agent!r} gives the reserved adapter name {slug!r}; use another name,"
+            " or map it to an adapter under `agents:` in the config of finetune"
         )
     return slug
 
