@@ -21,6 +21,7 @@ from marft_agents.log import LogReader
 from marft_agents.registry import describe_base
 from marft_agents.rewards import RewardFunction, load_reward_function
 from marft_agents.serving import GatewayClient
+from marft_agents.serving.calls import NoAnswerError
 from marft_agents.training._quiet import set_environment
 from marft_agents.training.options import merge, read_assignments, read_yaml
 
@@ -125,7 +126,12 @@ def _connect(stack: ExitStack, url: str, key_env: str | None, output: Path, mode
         if not key:
             raise ConfigError(f"--operator-key-env: the variable {key_env} is not set")
     client = stack.enter_context(GatewayClient(url, operator_key=key, adapters_dir=output))
-    state = client.state()
+    try:
+        state = client.state()
+    except NoAnswerError as error:
+        raise ServerError(
+            f"{error}; start `marft-agents serve`, or leave out --server and swap later"
+        ) from error
     served: Any = state.get("base")
     rank: Any = state.get("max_lora_rank")
     if not isinstance(served, dict) or not isinstance(rank, int):

@@ -13,6 +13,7 @@ from typing import Any, cast
 import click
 
 from marft_agents.cli._inspect_episode import Credit, episode_json, episode_lines, read_credit
+from marft_agents.cli._inspect_list import list_json, list_lines
 from marft_agents.cli._inspect_summary import summarise, summary_lines
 from marft_agents.cli._text import say
 from marft_agents.log import LogReader
@@ -21,6 +22,7 @@ from marft_agents.log.encode import to_plain
 
 @click.command("inspect")
 @click.argument("logs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--episodes", is_flag=True, help="List every episode, with its id and reward.")
 @click.option("--episode", metavar="ID", help="Show one episode, turn by turn.")
 @click.option(
     "--credit",
@@ -31,7 +33,12 @@ from marft_agents.log.encode import to_plain
 @click.option("--tokens", is_flag=True, help="With --episode: token ids and log-probabilities too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
 def command(
-    logs: tuple[Path, ...], episode: str | None, credit: Path | None, tokens: bool, as_json: bool
+    logs: tuple[Path, ...],
+    episodes: bool,
+    episode: str | None,
+    credit: Path | None,
+    tokens: bool,
+    as_json: bool,
 ) -> None:
     """Show what LOGS (files, or folders of *.jsonl) hold.
 
@@ -39,7 +46,12 @@ def command(
     """
     if episode is None and (credit is not None or tokens):
         raise click.UsageError("--credit and --tokens need --episode ID")
+    if episodes and episode is not None:
+        raise click.UsageError("--episodes lists all, --episode ID shows one; give one of them")
     reader = LogReader(*logs)
+    if episodes:
+        say(_document(list_json(reader)) if as_json else "\n".join(list_lines(reader)))
+        return
     if episode is None:
         summary = summarise(reader)
         say(_document(summary.as_json()) if as_json else "\n".join(summary_lines(summary)))

@@ -34,9 +34,15 @@ def _tell(result: dict[str, Any]) -> None:
     probe: dict[str, Any] = result["probe"]
     origin = f"v{result['from']}" if result["from"] is not None else "nothing"
     line = f"{result['agent']}: {origin} -> v{result['to']}"
+    if result["from"] == result["to"]:
+        line = f"{result['agent']}: v{result['to']} serves already and was probed again"
     if probe["error"] is not None:
         line += f"; served log-probabilities equal the trainer's to {probe['error']:.1e}"
-    click.echo(f"{line}; they differ from the base's by {probe['effect']:.3g}")
+    if probe["effect"] > 0:
+        line += f"; it differs from the base's by {probe['effect']:.3g}"
+    else:
+        line += "; it is untrained and answers exactly as the base does"
+    click.echo(line)
 
 
 @click.command(name="swap")

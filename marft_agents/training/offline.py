@@ -40,6 +40,8 @@ from marft_agents.training.session import Session
 from marft_agents.training.trainer import MarftTrainer, WeightedTurn
 
 Say = Callable[[str], None]
+SCARCE_TURNS = 20
+"""Fewer turns than this teach an adapter little but their own words."""
 
 
 def finetune(
@@ -127,6 +129,11 @@ def _run(
     credits = assign_credit(plan, critic.values, config)
     for line in _credit_summary(credits, config.awr_skip_share):
         say(line)
+    for name, count in _scarce(plan, credits).items():
+        say(
+            f"WARNING: only {count} turns carry what {name} learns; record more episodes, with good"
+            " and bad ends, before trusting its new version"
+        )
     kept = [a for a in plan.adapters if a.adapter not in credits.flat]
     meters = {a.adapter: session.meter(a, credits) for a in kept}
     metrics = _train(session, kept, credits, scratch)
@@ -153,6 +160,16 @@ def _run(
         credit_file=credit_file,
         metrics=metrics,
     )
+
+
+def _scarce(plan: Plan, credits: Credits) -> dict[str, int]:
+    """Adapters that hardly any turn teaches, with the number of turns."""
+    used = {
+        a.adapter: sum(credits.weight[i] > 0 for i in a.rows)
+        for a in plan.adapters
+        if a.adapter not in credits.flat
+    }
+    return {name: count for name, count in used.items() if count < SCARCE_TURNS}
 
 
 def _credit_summary(credits: Credits, share: float) -> Sequence[str]:

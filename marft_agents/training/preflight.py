@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from marft_agents.log import LogReader
 from marft_agents.rewards import ScoreTally
-from marft_agents.schema import served_name
+from marft_agents.schema import parse_served_name, served_name
 from marft_agents.training.plan import Plan, reward_line
 from marft_agents.training.signal import flat_tasks
 
@@ -39,7 +39,8 @@ def reading_lines(reader: LogReader, tally: ScoreTally | None) -> Iterator[str]:
     if tally is not None:
         yield (
             f"reward function: {tally.scored} episodes scored, {tally.already_scored} had a"
-            f" reward, {tally.unscored} not scored, {tally.failed} failed"
+            f" reward, {tally.unscored} not scored, {tally.failed} failed; the scores are for this"
+            " run, the logs stay as they are"
         )
         yield from (f"  {example}" for example in tally.examples)
 
@@ -69,6 +70,26 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     if partly:
         yield f"  turns left out: {_counted(partly)}"
     yield from (f"note: {note}" for note in plan.notes)
+    yield from _foreign_answers(plan)
+
+
+def _foreign_answers(plan: Plan) -> Iterator[str]:
+    """Agents answered by another agent's adapter: mostly a wrong model name in the app."""
+    answered = Counter(
+        (row.agent, adapter.adapter, row.adapter)
+        for adapter in plan.adapters
+        for row in plan.rows_of(adapter)
+        if row.adapter is not None
+    )
+    for (agent, adapter, version), turns in sorted(answered.items()):
+        named = parse_served_name(version)
+        if named is not None and named[0] != adapter:
+            yield (
+                f"WARNING: {turns} turns of agent {agent!r} were answered by {version}: the app"
+                f" calls model={named[0]!r} for it. Give it model={adapter!r}, or what is trained"
+                f" here for {adapter} will not answer it (or let them share: agents:"
+                f" {{{agent}: {named[0]}}})"
+            )
 
 
 def _adapter_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -83,7 +83,7 @@ class Session:
             tokenise(e.lines, lambda text: encode(text, add_special_tokens=False)) for e in episodes
         ]
         tokens = sum(len(t.ids) for t in transcripts)
-        self.say(f"critic: reading {len(episodes)} transcripts, {tokens} tokens")
+        self.say(f"value model: reading {len(episodes)} transcripts, {tokens} tokens")
         window = min(config.critic_max_length, context_length(self.plan.model_dir) or 1 << 30)
         longer = sum(len(t.ids) > window for t in transcripts)
         with use_adapter(self.model, None):
@@ -96,8 +96,8 @@ class Session:
         critic = fit_critic(episodes, features, critic_settings(config))
         windowed = f"; {longer} transcripts over {window} tokens, in windows" if longer else ""
         self.say(
-            f"critic: explains {critic.explained_variance:.0%} of the variance of returns it has"
-            f" not seen{windowed}; {time.monotonic() - started:.0f} s"
+            f"value model: explains {critic.explained_variance:.0%} of the variance of returns it"
+            f" has not seen{windowed}; {time.monotonic() - started:.0f} s"
         )
         return critic
 

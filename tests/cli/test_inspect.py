@@ -176,6 +176,17 @@ def test_the_summary_for_people(logs: Path) -> None:
     assert "  incomplete: 1 " in text
 
 
+def test_the_list_finds_the_episode_to_look_at(logs: Path) -> None:
+    lines = run(logs, "--episodes").splitlines()
+    assert lines[0].split() == ["episode", "reward", "turns", "ended", "task"]
+    assert lines[1].split() == ["good", "1", "3", "truncated", "2+2"]
+    assert "failed-1 is left out: no reward, the episode failed (boom 1)" in lines
+    listed = document(logs, "--episodes")["episodes"]
+    ids = [e["episode_id"] for e in listed]
+    assert ids == ["good", "unscored", "failed-1", "failed-2", "refused"]
+    assert listed[0]["agent_rewards"] == {"coder": 0.25} and listed[0]["left_out"] is None
+
+
 def test_columns_are_aligned(logs: Path) -> None:
     lines = run(logs).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("agent "))

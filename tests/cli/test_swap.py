@@ -61,11 +61,13 @@ def test_the_highest_version_by_default(swap: Swap) -> None:
         assert (code, err) == (0, "")
         assert out == (
             "router: v1 -> v2; served log-probabilities equal the trainer's to 0.0e+00;"
-            " they differ from the base's by 0.2\n"
+            " it differs from the base's by 0.2\n"
         )
         assert stage.chat("router").headers["X-Marft-Adapter"] == "router@v2"
         code, out, _ = swap("router", "--version", 1, "--server", stage.url)
         assert code == 0 and out.startswith("router: v2 -> v1;")
+        code, out, _ = swap("router", "--version", 1, "--server", stage.url)
+        assert code == 0 and out.startswith("router: v1 serves already and was probed again;")
     assert swap.house.registry.audit()[-1]["who"] != "serve"
 
 

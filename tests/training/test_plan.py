@@ -154,6 +154,29 @@ def test_agents_may_share_an_adapter_when_the_config_says_so(
     ]
 
 
+def test_an_agent_answered_by_another_agents_adapter_is_said_loudly(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    team = ("poet", "editor")
+    answered = {"adapter_start": "poet@v1", "adapter_end": "poet@v1"}
+    made = plan(
+        [episode("a", 0.0, team, **answered), episode("b", 1.0, team, **answered)],
+        model_dir,
+        tmp_path,
+    )
+    loud = [line for line in plan_lines(made) if line.startswith("WARNING")]
+    assert len(loud) == 1
+    assert "2 turns of agent 'editor' were answered by poet@v1" in loud[0]
+    assert "Give it model='editor'" in loud[0]
+    shared = plan(
+        [episode("a", 0.0, team, **answered), episode("b", 1.0, team, **answered)],
+        model_dir,
+        tmp_path,
+        agents={"editor": "poet", "poet": "poet"},
+    )
+    assert [line for line in plan_lines(shared) if line.startswith("WARNING")] == []
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
