@@ -18,9 +18,12 @@ from marft_agents.schema import Episode, Turn
 
 @dataclass(frozen=True)
 class PlacedRewards:
-    """r_k (K,) and the rewards that found no action."""
+    """r_k (K,), the team's and the agents' own parts of it, and the rewards without an action."""
 
     reward_K: list[float]
+    team_K: list[float]
+    own_K: list[float]
+    """Rewards of one agent or one turn; ``reward_K = team_K + own_K``."""
     unplaced: list[str]
 
 
@@ -36,22 +39,24 @@ def _anchors(order: Sequence[Turn]) -> dict[str, int]:
 def place_rewards(episode: Episode, order: Sequence[Turn]) -> PlacedRewards:
     """Rewards of a scored episode on its actions, given its turns in dependency order."""
     actions = [t for t in order if is_action(t)]
-    reward_K = [0.0] * len(actions)
+    team_K, own_K = [0.0] * len(actions), [0.0] * len(actions)
     unplaced: list[str] = []
     if not actions:
-        return PlacedRewards([], ["every reward: the episode has no action"])
+        return PlacedRewards([], [], [], ["every reward: the episode has no action"])
     if episode.team_reward is not None:
-        reward_K[-1] += episode.team_reward
+        team_K[-1] += episode.team_reward
     last = {t.agent: k for k, t in enumerate(actions)}
     for agent, value in episode.agent_rewards.items():
         if agent in last:
-            reward_K[last[agent]] += value
+            own_K[last[agent]] += value
         else:
             unplaced.append(f"agent {agent!r} did not act")
     anchor = _anchors(order)
     for turn_id, value in episode.turn_rewards.items():
         if turn_id in anchor:
-            reward_K[anchor[turn_id]] += value
+            own_K[anchor[turn_id]] += value
         else:
             unplaced.append(f"turn {turn_id!r} is not in the episode")
-    return PlacedRewards(reward_K, unplaced)
+    return PlacedRewards(
+        [t + o for t, o in zip(team_K, own_K, strict=True)], team_K, own_K, unplaced
+    )

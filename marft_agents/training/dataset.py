@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from marft_agents.credit import dependency_order, is_action, place_rewards
@@ -29,9 +29,18 @@ class EpisodeView:
     agents_K: list[str]
     turn_ids_K: list[str]
     steps_K: list[int]
-    reward_K: list[float]
+    team_reward_K: list[float]
+    own_reward_K: list[float]
+    """Rewards of one agent or one turn."""
+    depends_K: list[list[int]]
+    """Earlier actions of the episode whose output was in the prompt of action k."""
     truncated: bool
     lines: list[Line]
+
+    @property
+    def reward_K(self) -> list[float]:
+        """r_k: the team's part and the agents' own."""
+        return [t + o for t, o in zip(self.team_reward_K, self.own_reward_K, strict=True)]
 
     @property
     def total_reward(self) -> float:
@@ -59,6 +68,10 @@ class TurnRow:
     """Temperature at which they can be compared."""
     adapter: str | None
     """Adapter version that answered, e.g. ``router@v3``."""
+    words: int = 1
+    """Words of the reply, at least one."""
+    from_text: bool = False
+    """Whether the ids were made from text, because none were recorded."""
 
     @property
     def length(self) -> int:
@@ -116,7 +129,9 @@ def _add(data: TrainingSet, episode: Episode) -> str | None:
         agents_K=[t.agent for t in actions],
         turn_ids_K=[t.turn_id for t in actions],
         steps_K=[t.step for t in actions],
-        reward_K=placed.reward_K,
+        team_reward_K=placed.team_K,
+        own_reward_K=placed.own_K,
+        depends_K=_dependencies(actions),
         truncated=episode.ended is not None and episode.ended.reason == "truncated",
         lines=transcript_lines(episode, order),
     )
@@ -144,7 +159,16 @@ def _row(turn: Turn, episode: int, k: int) -> TurnRow:
         incomparable=_incomparable_reason(turn, temperature),
         compare_at=1.0 if turn.logprob_mode == "raw" else temperature,
         adapter=turn.adapter_start,
+        words=max(1, len((turn.text or "").split())),
     )
+
+
+def _dependencies(actions: Sequence[Turn]) -> list[list[int]]:
+    place = {turn.turn_id: k for k, turn in enumerate(actions)}
+    return [
+        sorted(place[d] for d in turn.depends_on if place.get(d, k) < k)
+        for k, turn in enumerate(actions)
+    ]
 
 
 def _incomparable_reason(turn: Turn, temperature: float) -> str | None:

@@ -10,6 +10,7 @@ The text is tokenised here; that is harmless, because no token of it is ever tra
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class Line:
     speaker: str
     text: str
     action: bool = False
+    token_ids: array[int] | None = None
+    """The sampled ids of an action, where they are recorded and the team saw them unedited."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,9 @@ def transcript_lines(episode: Episode, order: Sequence[Turn]) -> list[Line]:
             continue
         while waiting and waiting[0].time < turn.time:
             lines.append(_environment(waiting.pop(0)))
-        lines.append(Line(turn.agent, _spoken(turn), is_action(turn)))
+        ids = None if turn.edited_text is not None else turn.token_ids
+        recorded = array("q", ids) if ids else None
+        lines.append(Line(turn.agent, _spoken(turn), is_action(turn), recorded))
     return lines + [_environment(event) for event in waiting]
 
 

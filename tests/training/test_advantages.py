@@ -52,7 +52,9 @@ def make_plan(rewards: Sequence[tuple[float, float]], adapters: dict[str, list[s
                 agents_K=["a", "b"],
                 turn_ids_K=[f"{n}.0", f"{n}.1"],
                 steps_K=[0, 1],
-                reward_K=list(pair),
+                team_reward_K=list(pair),
+                own_reward_K=[0.0, 0.0],
+                depends_K=[[], [0]],
                 truncated=False,
                 lines=[],
             )

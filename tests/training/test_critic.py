@@ -40,7 +40,9 @@ def view(name: str, reward: float, size: int = 2, *, truncated: bool = False) ->
         agents_K=["a"] * size,
         turn_ids_K=[f"{name}.{k}" for k in range(size)],
         steps_K=list(range(size)),
-        reward_K=[0.0] * (size - 1) + [reward],
+        team_reward_K=[0.0] * (size - 1) + [reward],
+        own_reward_K=[0.0] * size,
+        depends_K=[list(range(k)) for k in range(size)],
         truncated=truncated,
         lines=[],
     )
@@ -90,7 +92,7 @@ def test_no_episodes_values_know_its_own_reward() -> None:
     for i, episode in enumerate(episodes[:4]):
         changed: Sequence[EpisodeView] = [
             *episodes[:i],
-            dataclasses.replace(episode, reward_K=[0.0, 100.0]),
+            dataclasses.replace(episode, team_reward_K=[0.0, 100.0]),
             *episodes[i + 1 :],
         ]
         after = cross_fit(changed, features, SETTINGS)
