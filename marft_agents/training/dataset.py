@@ -68,6 +68,9 @@ class TurnRow:
     """Temperature at which they can be compared."""
     adapter: str | None
     """Adapter version that answered, e.g. ``router@v3``."""
+    off_policy: str | None = None
+    """Why the recorded log-probabilities are not the behaviour policy's of a softmax sampler; such
+    a turn has no ratio."""
     words: int = 1
     """Words of the reply, at least one."""
     from_text: bool = False
@@ -159,8 +162,20 @@ def _row(turn: Turn, episode: int, k: int) -> TurnRow:
         incomparable=_incomparable_reason(turn, temperature),
         compare_at=1.0 if turn.logprob_mode == "raw" else temperature,
         adapter=turn.adapter_start,
+        off_policy=_off_policy_reason(turn, temperature),
         words=max(1, len((turn.text or "").split())),
     )
+
+
+def _off_policy_reason(turn: Turn, temperature: float) -> str | None:
+    """Why no importance ratio can be formed: μ must be the log-probability it was sampled with."""
+    if turn.sampling.temperature is not None and turn.sampling.temperature <= 1e-5:
+        return "sampled greedily"
+    if turn.sampling.truncates_support:
+        return "sampled with top-p, top-k, min-p or penalties"
+    if turn.logprob_mode != "processed" and temperature != 1:
+        return f"{turn.logprob_mode or 'unknown'} log-probabilities at a temperature that is not 1"
+    return None
 
 
 def _dependencies(actions: Sequence[Turn]) -> list[list[int]]:
