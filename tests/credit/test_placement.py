@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -63,7 +64,41 @@ def test_team_agent_and_turn_rewards_add_up() -> None:
     )
     placed = place_rewards(episode, turns)
     assert placed.reward_K == [0.25, 0.5, 3]
+    assert placed.team_K == [0.25, 0, 1], "a turn's reward is the team's unless it names an agent"
+    assert placed.own_K == [0, 0.5, 2]
     assert placed.unplaced == []
+
+
+def test_a_turns_reward_that_names_an_agent_is_its_own() -> None:
+    turns = [
+        turn("1", "a", index=0),
+        turn("2", "b", index=1),
+        turn("note", "a", index=2, kind="reflect"),
+        turn("3", "a", index=3),
+        turn("4", "c", index=4),
+    ]
+    rewards = [
+        reward(1, agent="b", turn_id="2"),
+        reward(2, agent="a", turn_id="note"),
+        reward(4, agent="c", turn_id="1"),
+        reward(8, turn_id="2"),
+    ]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
+    assert placed.own_K == [2, 1, 0, 4], "each on an action of its agent, never on another's"
+    assert placed.team_K == [0, 8, 0, 0]
+    assert placed.reward_K == [2, 9, 0, 4]
+
+
+def test_the_latest_reward_of_one_agent_turn_and_source_wins() -> None:
+    turns = [turn("1", "a")]
+    rewards = [
+        reward(1, agent="a", turn_id="1", time=datetime(2025, 1, 2, tzinfo=UTC)),
+        reward(9, agent="a", turn_id="1", time=datetime(2025, 1, 1, tzinfo=UTC)),
+        reward(2, turn_id="1"),
+        reward(4, turn_id="1", source="review"),
+    ]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
+    assert (placed.own_K, placed.team_K) == ([1], [6])
 
 
 def test_the_team_reward_falls_on_the_last_action_not_on_a_selection() -> None:
@@ -90,6 +125,10 @@ def test_a_reward_for_nobody_is_reported_and_moved_to_nobody() -> None:
     placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
     assert placed.reward_K == [1]
     assert len(placed.unplaced) == 2 and "'ghost'" in placed.unplaced[0]
+    named = [reward(9, agent="ghost", turn_id="1"), reward(9, agent="a", turn_id="nowhere")]
+    placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=named), turns)
+    assert placed.reward_K == [0]
+    assert placed.unplaced == ["turn 'nowhere' is not in the episode", "agent 'ghost' did not act"]
 
 
 def test_an_episode_without_action_places_nothing() -> None:
