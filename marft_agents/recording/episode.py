@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from marft_agents.errors import RewardError
 from marft_agents.recording.clean import jsonable, without_secrets
 from marft_agents.recording.core import Core
+from marft_agents.recording.defaults import filled
 from marft_agents.recording.linking import Ledger
 from marft_agents.schema import (
     EndReason,
@@ -63,12 +64,15 @@ class LiveEpisode:
         self._decided: tuple[EndReason, str | None] | None = None
 
     def start(self, task: Any, metadata: Mapping[str, Any] | None, runtime: str | None) -> None:
+        given = _mapping(metadata)
+        if self.parent_id is None:
+            task, given = filled(self.core, self.id, task, given)
         self.core.emit(
             EpisodeStarted(
                 time=self.core.clock(),
                 episode_id=self.id,
                 task=without_secrets(jsonable(task)),
-                metadata=without_secrets(jsonable(_mapping(metadata))),
+                metadata=without_secrets(jsonable(given)),
                 runtime=runtime,
                 parent_id=self.parent_id,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from marft_agents.log import LogWriter
 from marft_agents.recording.capture import Claim, capture
 from marft_agents.recording.core import Core, Inject, random_id, utc_now
+from marft_agents.recording.defaults import episode_defaults
 from marft_agents.recording.episode import LiveEpisode, current_episode, give_reward
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.integrations import find_integration
@@ -88,6 +90,17 @@ class MarftRecorder:
         ``terminated``; ``EpisodeHandle.end`` overrides that.
         """
         return EpisodeContext(self.core, task, id, metadata)
+
+    def defaults(
+        self, *, task: Any = None, metadata: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[list[str]]:
+        """Task and metadata for episodes that start inside a ``with`` block and give none.
+
+        The app's own task, and its own metadata keys, win. Threads count as inside when they
+        inherit the context, as ``asyncio.to_thread`` does it. Yields a list that fills with the
+        ids of the episodes; an episode inside another one takes nothing and is not in it.
+        """
+        return episode_defaults(self.core, task, metadata)
 
     def reward(
         self,
