@@ -313,6 +313,9 @@ def test_a_placeholder_gives_a_finite_weight_and_flags_its_row(missing: float) -
         mode="sequence_truncate", clip_max=None,
     )  # fmt: skip
     assert bool(unbounded.isfinite().all())
+    nowhere = t(-1, -math.inf, -1, -1)
+    got = importance_weights(nowhere, behaviour, ROW_T, 2, mode="token_truncate", clip_max=2)
+    assert got.tolist() == [1, 1, 1, 1], "neither policy gives it: nothing to correct"
     assert placeholder_rows(behaviour, ROW_T, 2).tolist() == [True, False]
     assert placeholder_rows(t(-1, -2, -3, math.nan), ROW_T, 2).tolist() == [False, True]
 
