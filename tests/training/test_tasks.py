@@ -85,7 +85,7 @@ def test_an_id_comes_once(tmp_path: Path) -> None:
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no task"):
         read_tasks(_file(tmp_path, "", "  "))
-    with pytest.raises(ConfigError, match="cannot read the tasks .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the tasks .*: No such file"):
         read_tasks(tmp_path / "absent.jsonl")
     with pytest.raises(ConfigError, match="no tasks"):
         TaskMixer([], 0)
