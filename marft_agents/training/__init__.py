@@ -13,19 +13,21 @@ from marft_agents.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from marft_agents.training.config import MarftConfig
-    from marft_agents.training.offline import finetune
     from marft_agents.training.plan import ServerLimits
     from marft_agents.training.results import FinetuneResult
+    from marft_agents.training.run import finetune
+    from marft_agents.training.stages import Online
     from marft_agents.training.trainer import MarftTrainer
 
-__all__ = ["FinetuneResult", "MarftConfig", "MarftTrainer", "ServerLimits", "finetune"]
+__all__ = ["FinetuneResult", "MarftConfig", "MarftTrainer", "Online", "ServerLimits", "finetune"]
 
 _HOMES = {
     "FinetuneResult": "results",
     "MarftConfig": "config",
     "MarftTrainer": "trainer",
+    "Online": "stages",
     "ServerLimits": "plan",
-    "finetune": "offline",
+    "finetune": "run",
 }
 
 

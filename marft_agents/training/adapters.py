@@ -6,7 +6,8 @@ use, or a fresh one with B = 0), so training starts from exactly what is served.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from marft_agents.errors import ConfigError
+from marft_agents.errors import AdapterError, ConfigError
 from marft_agents.registry import Registry, write_untrained_adapter
 from marft_agents.training._trl import disable_dropout_in_model
-from marft_agents.training.plan import AdapterPlan, NewAdapter, Plan
+from marft_agents.training.plan import NewAdapter
 
 
 def base_dtype(name: str, device: torch.device) -> torch.dtype | str:
@@ -29,19 +30,42 @@ def base_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return torch.float32 if device.type == "cpu" else "auto"
 
 
-def load_base(model_dir: Path, dtype: torch.dtype | str, device: torch.device) -> Any:
+def load_base(
+    model_dir: Path,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    *,
+    four_bit: bool = False,
+) -> Any:
     """The frozen base model.
 
     Raises:
-        ConfigError: when the folder is no causal language model.
+        ConfigError: when the folder is no causal language model, or cannot be quantised here.
     """
+    extra = {"quantization_config": _four_bit(device)} if four_bit else {}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="sdpa"
+            model_dir, dtype=dtype, attn_implementation="sdpa", **extra
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ConfigError(f"cannot load {model_dir}: {str(error).splitlines()[0]}") from error
-    return model.to(device).requires_grad_(False)
+    placed = model if four_bit else model.to(device)
+    return placed.requires_grad_(False)
+
+
+def _four_bit(device: torch.device) -> Any:
+    """NF4 weights, computed in bfloat16.
+
+    Raises:
+        ConfigError: without a GPU or without bitsandbytes.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"load_in_4bit needs a GPU, and this run is on {device.type}")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit needs bitsandbytes: pip install bitsandbytes")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -59,39 +83,69 @@ def load_tokenizer(model_dir: Path) -> Any:
         ) from error
 
 
-def attach_adapters(
-    base: Any, plan: Plan, registry: Registry, new: NewAdapter, seed: int, scratch: Path
-) -> PeftModel:
-    """The base with one trainable adapter per plan; the first one is active."""
+def attach_adapters(base: Any, folders: Mapping[str, Path]) -> PeftModel:
+    """The base with one trainable adapter per name; the first one is active."""
     model: PeftModel | None = None
-    for adapter in plan.adapters:
-        folder = _start_folder(adapter, plan, registry, new, seed, scratch)
+    for adapter, folder in folders.items():
         if model is None:
             model = PeftModel.from_pretrained(
-                base, str(folder), adapter_name=adapter.adapter, is_trainable=True
+                base, str(folder), adapter_name=adapter, is_trainable=True
             )
         else:
-            model.load_adapter(str(folder), adapter.adapter, is_trainable=True)
+            model.load_adapter(str(folder), adapter, is_trainable=True)
     if model is None:
-        raise ValueError("a plan has at least one adapter")
+        raise ValueError("a session has at least one adapter")
     disable_dropout_in_model(model)
-    model.set_adapter(plan.adapters[0].adapter)
+    model.set_adapter(next(iter(folders)))
     return model.eval()
 
 
-def _start_folder(
-    adapter: AdapterPlan, plan: Plan, registry: Registry, new: NewAdapter, seed: int, scratch: Path
+def start_folder(
+    adapter: str,
+    version: int | None,
+    registry: Registry,
+    model_dir: Path,
+    new: NewAdapter,
+    *,
+    seed: int,
+    scratch: Path,
 ) -> Path:
-    if adapter.start is not None:
-        return registry.path(adapter.adapter, adapter.start)
+    """Where an adapter starts: its version's folder, or a fresh one with B = 0."""
+    if version is not None:
+        return registry.path(adapter, version)
     return write_untrained_adapter(
-        scratch / "fresh" / adapter.adapter,
-        plan.model_dir,
+        scratch / "fresh" / adapter,
+        model_dir,
         rank=new.rank,
         alpha=new.alpha,
         target_modules=new.target_modules,
         seed=seed,
     )
+
+
+def load_adapter_state(model: PeftModel, adapter: str, state: Mapping[str, Tensor]) -> None:
+    """Put an adapter's tensors back, in place: the optimizer goes on holding the same ones.
+
+    Raises:
+        AdapterError: when names or shapes are not this adapter's; nothing is changed then.
+    """
+    own = {
+        name.replace(f".{adapter}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if f".{adapter}." in name
+    }
+    if set(own) != set(state):
+        odd = sorted(set(own) ^ set(state))
+        raise AdapterError(f"adapter {adapter!r}: {len(odd)} tensors differ, first {odd[0]}")
+    for name, parameter in own.items():
+        if parameter.shape != state[name].shape:
+            raise AdapterError(
+                f"adapter {adapter!r}: {name} is {tuple(parameter.shape)} here and"
+                f" {tuple(state[name].shape)} in the saved state"
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
 
 
 def adapter_state(model: PeftModel, adapter: str) -> dict[str, Tensor]:

@@ -8,15 +8,16 @@ whether good actions became likelier than bad ones is measured and said, not ass
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from marft_agents.errors import TrainingError
 from marft_agents.schema import Probe
 from marft_agents.training._trl import use_adapter
 from marft_agents.training.adapters import adapter_state, all_finite, change_norms
-from marft_agents.training.dataset import TurnRow
 from marft_agents.training.packing import Scorable
 from marft_agents.training.scoring import score_turns
 
@@ -49,33 +50,47 @@ class Effect:
         return self.good_change > self.bad_change
 
 
-def best_and_worst(
-    rows: Sequence[int], advantage: dict[int, float], count: int
-) -> tuple[list[int], list[int]]:
-    """Up to ``count`` row indices of highest and of lowest advantage, disjoint."""
-    ranked = sorted(rows, key=lambda i: (advantage[i], i))
-    count = min(count, len(ranked) // 2)
+def best_and_worst(advantage: Mapping[int, float], count: int) -> tuple[list[int], list[int]]:
+    """Up to ``count`` rows of highest and of lowest advantage, disjoint."""
+    ranked = sorted(advantage, key=lambda i: (advantage[i], i))
+    count = max(min(count, len(ranked) // 2), 1)
     return ranked[len(ranked) - count :], ranked[:count]
 
 
+class Measured(Scorable, Protocol):
+    """A turn and the temperature that it was sampled at."""
+
+    @property
+    def temperature(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Before:
+    """An adapter as it was, and how it scored the measured turns."""
+
+    state: dict[str, Tensor]
+    good: float
+    bad: float
+
+
 class EffectMeter:
-    """Measures one adapter before (on construction) and after training."""
+    """Measures one adapter before (on construction, unless it is known) and after training."""
 
     def __init__(
         self,
         model: Any,
         adapter: str,
-        good: Sequence[TurnRow],
-        bad: Sequence[TurnRow],
+        good: Sequence[Measured],
+        bad: Sequence[Measured],
         *,
         pack_tokens: int,
         share: bool,
+        before: Before | None = None,
     ) -> None:
-        self._model, self._adapter = model, adapter
+        self._model, self.adapter = model, adapter
         self._good, self._bad = list(good), list(bad)
         self._pack_tokens, self._share = pack_tokens, share
-        self._state = adapter_state(model, adapter)
-        self._before = self._measure()
+        self.before = before or Before(adapter_state(model, adapter), *self._measure())
 
     def _score(self, rows: Sequence[Scorable], temperatures: Sequence[float]) -> list[list[float]]:
         return score_turns(
@@ -84,7 +99,7 @@ class EffectMeter:
 
     def _measure(self) -> tuple[float, float]:
         rows = [*self._good, *self._bad]
-        with use_adapter(self._model, self._adapter):
+        with use_adapter(self._model, self.adapter):
             scored = self._score(rows, [row.temperature for row in rows])
         means = [math.fsum(logps) / len(logps) for logps in scored]
         good, bad = means[: len(self._good)], means[len(self._good) :]
@@ -96,27 +111,29 @@ class EffectMeter:
         Raises:
             TrainingError: when the adapter did not move, or is not finite.
         """
-        after = adapter_state(self._model, self._adapter)
+        after = adapter_state(self._model, self.adapter)
         if not all_finite(after):
             raise TrainingError(
-                f"adapter {self._adapter!r} holds NaN or infinity after training; nothing was"
+                f"adapter {self.adapter!r} holds NaN or infinity after training; nothing was"
                 " published. Lower learning_rate"
             )
-        norms = change_norms(self._state, after)
+        norms = change_norms(self.before.state, after)
         if norms["change_norm"] == 0:
             raise TrainingError(
-                f"adapter {self._adapter!r} did not move in training; nothing was published."
+                f"adapter {self.adapter!r} did not move in training; nothing was published."
                 " Raise learning_rate or epochs"
             )
         good, bad = self._measure()
-        return Effect(self._before[0], good, self._before[1], bad, **norms)
+        return Effect(self.before.good, good, self.before.bad, bad, **norms)
 
     def probe(self) -> Probe:
         """The measured turn on which the adapter differs most from the base, at temperature 1."""
-        shortest = sorted(self._good + self._bad, key=lambda row: row.length)
+        shortest = sorted(
+            self._good + self._bad, key=lambda row: len(row.prompt_ids) + len(row.token_ids)
+        )
         candidates = [_cut(row) for row in shortest[:_PROBE_CANDIDATES]]
         ones = [1.0] * len(candidates)
-        with use_adapter(self._model, self._adapter):
+        with use_adapter(self._model, self.adapter):
             ours = self._score(candidates, ones)
         with use_adapter(self._model, None):
             base = self._score(candidates, ones)
@@ -133,7 +150,7 @@ class EffectMeter:
         )
 
 
-def _cut(row: TurnRow) -> _Short:
+def _cut(row: Scorable) -> _Short:
     """The turn with at most the first tokens of its reply: a probe is one short request."""
     return _Short(row.prompt_ids, row.token_ids[:_PROBE_TOKENS])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class Plan:
     max_length: int
     adapters: list[AdapterPlan]
     untouched: list[Untouched]
+    roles: dict[str, str] = field(default_factory=dict[str, str])
+    """Agent to its adapter, ``frozen`` or ``external``."""
     notes: list[str] = field(default_factory=list[str])
 
     def rows_of(self, plan: AdapterPlan) -> list[TurnRow]:
@@ -102,11 +104,11 @@ def make_plan(
     base: BaseModelInfo,
     model_dir: Path,
     agents: Mapping[str, str],
-    new: NewAdapter,
+    new: Callable[[str], NewAdapter],
     max_length: int | None,
     limits: ServerLimits,
 ) -> Plan:
-    """Decide what is trained.
+    """Decide what is trained; ``new`` gives the shape of an adapter that does not exist yet.
 
     Raises:
         ConfigError: an agent or a module name is wrong.
@@ -122,14 +124,14 @@ def make_plan(
     limit = max_length or context_length(model_dir) or 1 << 30
     by_adapter = _rows_by_adapter(data, roles, base, limit)
     adapters = [
-        _adapter_plan(data, registry, base, adapter, rows, new)
+        _adapter_plan(data, registry, base, adapter, rows, new(adapter))
         for adapter, rows in sorted(by_adapter.items())
     ]
     untouched = _untouched(data, roles, by_adapter, registry)
     if not adapters:
         why = "; ".join(f"{u.name}: {u.why}" for u in untouched)
         raise NothingToLearn(f"no trainable turn ({why}); nothing was changed")
-    plan = Plan(data, base, model_dir, limit, adapters, untouched)
+    plan = Plan(data, base, model_dir, limit, adapters, untouched, roles)
     _check_servable(plan, registry, new, limits)
     return plan
 
@@ -204,9 +206,12 @@ def _untouched(
     return out + [Untouched(adapter, "0 samples") for adapter in silent]
 
 
-def _check_servable(plan: Plan, registry: Registry, new: NewAdapter, limits: ServerLimits) -> None:
+def _check_servable(
+    plan: Plan, registry: Registry, shapes: Callable[[str], NewAdapter], limits: ServerLimits
+) -> None:
     """Refuse now what the server would refuse after hours of training."""
     for adapter in plan.adapters:
+        new = shapes(adapter.adapter)
         if adapter.start is not None:
             config = read_adapter_config(registry.path(adapter.adapter, adapter.start))
             name = served_name(adapter.adapter, adapter.start)

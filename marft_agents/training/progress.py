@@ -8,50 +8,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from transformers import TrainerCallback
+from marft_agents.training.schedule import Block
 
 _QUIET_S = 10.0
+_SHOWN = ("loss", "logp", "kl", "entropy")
 
 
-class Progress(TrainerCallback):
-    """Says where training is; ``steps`` are the optimizer steps per adapter, in order."""
+class Progress:
+    """Says where training is."""
 
-    def __init__(self, steps: Mapping[str, int], say: Callable[[str], None]) -> None:
-        self._steps, self._say = dict(steps), say
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._started = self._spoke = time.monotonic()
 
-    def _where(self, step: int) -> tuple[str, int, int]:
-        """Adapter, step within it and its steps, for a global step (from 1)."""
-        for adapter, count in self._steps.items():
-            if step <= count:
-                return adapter, step, count
-            step -= count
-        adapter, count = list(self._steps.items())[-1]
-        return adapter, count, count
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def start(self) -> None:
+        """An update begins."""
         self._started = self._spoke = time.monotonic()
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        adapter, step, count = self._where(state.global_step)
-        values = logs or {}
-        loss, logp = values.get(f"{adapter}/loss"), values.get(f"{adapter}/logp")
-        if loss is None or logp is None:
+    def step(self, block: Block, means: Mapping[str, float]) -> None:
+        """A step was taken."""
+        now = time.monotonic()
+        if block.step < block.steps and now - self._spoke < _QUIET_S:
             return
-        self._line(adapter, step, count, f"  loss {loss:.4f}  log-prob {logp:.4f}")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        adapter, step, count = self._where(state.global_step)
-        if step == count:
-            control.should_log = True
-        elif time.monotonic() - self._spoke > _QUIET_S and not control.should_log:
-            self._line(adapter, step, count, "")
-
-    def _line(self, adapter: str, step: int, count: int, rest: str) -> None:
-        self._spoke = time.monotonic()
-        seconds = self._spoke - self._started
-        self._say(f"  {adapter}: step {step}/{count}{rest}  {seconds:.0f} s")
+        self._spoke = now
+        shown = "".join(f"  {name} {means[name]:.4f}" for name in _SHOWN if name in means)
+        seconds = now - self._started
+        self._say(f"  {block.adapter}: step {block.step}/{block.steps}{shown}  {seconds:.0f} s")

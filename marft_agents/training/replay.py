@@ -11,18 +11,16 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from marft_agents.errors import AdapterError, RegistryError, ReplayError
 from marft_agents.registry import Registry
-from marft_agents.schema import parse_served_name
+from marft_agents.schema import BaseModelInfo, parse_served_name
 from marft_agents.training._trl import use_adapter
 from marft_agents.training.dataset import TurnRow
-from marft_agents.training.plan import Plan
 from marft_agents.training.scoring import score_turns
 
 _TEMPORARY = "replayed"
@@ -49,16 +47,27 @@ class Replay:
 
 
 class Replayer:
-    """Scores recorded turns under the adapter version that answered them."""
+    """Scores recorded turns under the adapter version that answered them.
+
+    ``loaded`` says which versions the model's adapters hold right now: (adapter, version) to the
+    adapter's name in the model.
+    """
 
     def __init__(
-        self, model: Any, plan: Plan, registry: Registry, *, pack_tokens: int, share: bool
+        self,
+        model: Any,
+        base: BaseModelInfo,
+        registry: Registry,
+        loaded: Mapping[tuple[str, int | None], str],
+        *,
+        pack_tokens: int,
+        share: bool,
     ) -> None:
-        self._model, self._plan, self._registry = model, plan, registry
+        self._model, self._base, self._registry = model, base, registry
         self._pack_tokens, self._share = pack_tokens, share
-        self._loaded = {(a.adapter, a.start): a.adapter for a in plan.adapters}
+        self._loaded = dict(loaded)
 
-    def check(self, *, turns: int, tolerance: float, seed: int) -> Replay:
+    def check(self, rows: Sequence[TurnRow], *, turns: int, tolerance: float, seed: int) -> Replay:
         """Replay up to ``turns`` turns per agent and version.
 
         Turns of a version that the registry does not have are compared with the base, which an
@@ -68,11 +77,11 @@ class Replayer:
             ReplayError: the mean difference of some agent and version is above ``tolerance``.
             AdapterError: a version that answered was trained for another base.
         """
-        groups, unchecked = self._groups()
+        groups, unchecked = _groups(rows)
         draw = random.Random(seed)
         checked: list[Replayed] = []
-        for (agent, version), rows in sorted(groups.items()):
-            sample = rows if len(rows) <= turns else draw.sample(rows, turns)
+        for (agent, version), members in sorted(groups.items()):
+            sample = members if len(members) <= turns else draw.sample(members, turns)
             try:
                 with self._under(version):
                     result = self._compare(agent, version, sample)
@@ -82,16 +91,6 @@ class Replayer:
                 result = self._unknown(agent, version, sample, tolerance)
             checked.append(result)
         return Replay(checked, unchecked)
-
-    def _groups(self) -> tuple[dict[tuple[str, str], list[TurnRow]], Counter[str]]:
-        groups: dict[tuple[str, str], list[TurnRow]] = {}
-        unchecked = Counter[str]()
-        for row in chain.from_iterable(map(self._plan.rows_of, self._plan.adapters)):
-            if row.incomparable is not None:
-                unchecked[row.incomparable] += 1
-            else:
-                groups.setdefault((row.agent, row.adapter or "the base model"), []).append(row)
-        return groups, unchecked
 
     @contextmanager
     def _under(self, version: str) -> Any:
@@ -104,11 +103,11 @@ class Replayer:
         if name is None:
             raise RegistryError(f"{version!r} is no name of the form agent@v1")
         manifest = self._registry.manifest(*name)
-        if manifest.base.fingerprint != self._plan.base.fingerprint:
+        if manifest.base.fingerprint != self._base.fingerprint:
             raise AdapterError(
                 f"turns were recorded under {version}, an adapter of the base {manifest.base.name}"
-                f" ({manifest.base.fingerprint[:12]}), and --model is {self._plan.base.name}"
-                f" ({self._plan.base.fingerprint[:12]}); give that base"
+                f" ({manifest.base.fingerprint[:12]}), and --model is {self._base.name}"
+                f" ({self._base.fingerprint[:12]}); give that base"
             )
         if name in self._loaded:
             with use_adapter(self._model, self._loaded[name]):
@@ -131,7 +130,7 @@ class Replayer:
             return result
         raise ReplayError(
             f"agent {agent!r} was recorded under {version}, which {self._registry.root} does not"
-            f" have, and the base {self._plan.base.name} gives log-probabilities that differ by"
+            f" have, and the base {self._base.name} gives log-probabilities that differ by"
             f" {result.mean_difference:.3f} on average (limit {tolerance:g}). Give the --model that"
             " answered and the --output with that version, or train unchecked with"
             " --set replay_turns=0. Nothing was changed"
@@ -186,6 +185,20 @@ class Replayer:
             " after publishing; the temperature or other sampling settings in effect were not"
             " recorded."
         )
+
+
+def _groups(
+    rows: Sequence[TurnRow],
+) -> tuple[dict[tuple[str, str], list[TurnRow]], Counter[str]]:
+    """Rows that can be checked by agent and version, and why the others cannot."""
+    groups: dict[tuple[str, str], list[TurnRow]] = {}
+    unchecked = Counter[str]()
+    for row in rows:
+        if row.incomparable is not None:
+            unchecked[row.incomparable] += 1
+        else:
+            groups.setdefault((row.agent, row.adapter or "the base model"), []).append(row)
+    return groups, unchecked
 
 
 def replay_lines(replay: Replay, say: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ became, and with the measured effect; the table is drawn from these records alon
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +43,16 @@ class FinetuneResult:
 
     adapters: list[AdapterResult]
     untouched: list[Untouched]
-    explained_variance: float
-    """Of the critic, out of fold."""
+    explained_variance: float | None
+    """Of the critic, out of fold; ``None`` without a critic."""
     seconds: float
     tokens_scored: int
     """Prompt and reply tokens of all passes, as if nothing had been shared."""
-    credit_file: Path
+    credit_file: Path | None
+    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """Online: numbers of every round, ``online/<name>`` and ``<adapter>/<name>``."""
+    swapped: dict[str, str] = field(default_factory=dict[str, str])
+    """Adapters that a server serves already, with ``yes``."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Last logged training metrics, ``<adapter>/<name>``."""
 
@@ -108,7 +113,7 @@ def credit_lines(credits: Credits, weights: Mapping[tuple[int, int], float]) -> 
                     "turn_id": action.turn_id,
                     "agent": action.agent,
                     "value": action.value,
-                    "advantage": action.advantage,
+                    "advantage": math.fsum(action.advantage_L) / len(action.advantage_L),
                     "delta": action.delta,
                     "weight": weights.get((number, k)),
                 },

@@ -28,7 +28,8 @@ class Scores:
     logp_T: Tensor
     row_T: Tensor
     """Index into the pack's ``rows``."""
-    entropy: float | None
+    entropy_T: Tensor | None
+    """Entropy of the distribution that each token was drawn from, where it was asked for."""
 
     def mean_B(self, rows: int) -> Tensor:
         """(1/L) Σ_j log π(w_j) per turn (B,)."""
@@ -61,9 +62,12 @@ def tree_inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
 
 
 def score(
-    model: Any, pack: Pack, temperature_B: Sequence[float], *, entropy: bool = False
+    model: Any, pack: Pack, temperature_B: Sequence[float], *, entropy: str = "none"
 ) -> Scores:
-    """Score a pack's turns; ``temperature_B`` has one entry a turn of the pack."""
+    """Score a pack's turns; ``temperature_B`` has one entry a turn of the pack.
+
+    ``entropy`` is ``none``, ``measured`` (no gradient) or ``trained``.
+    """
     device = model.device
     predictors = torch.tensor(list(chain.from_iterable(pack.predictors)), device=device)
     keep, where_T = torch.unique(predictors, return_inverse=True)
@@ -74,11 +78,13 @@ def score(
     logits = out.logits[0].float()[where_T] / temperature_T[:, None]
     targets_T = torch.tensor(list(chain.from_iterable(pack.targets)), device=device)
     logp_T = selective_log_softmax(logits[None], targets_T[None])[0]
-    mean_entropy = None
-    if entropy:
+    entropy_T = None
+    if entropy == "measured":
         with torch.no_grad():
-            mean_entropy = float(entropy_from_logits(logits.detach()).mean())
-    return Scores(logp_T, row_T, mean_entropy)
+            entropy_T = entropy_from_logits(logits.detach())
+    elif entropy == "trained":
+        entropy_T = entropy_from_logits(logits)
+    return Scores(logp_T, row_T, entropy_T)
 
 
 @torch.no_grad()

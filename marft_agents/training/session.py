@@ -1,128 +1,130 @@
-"""The models of one run in memory: frozen base, its adapters, tokenizer; and what is asked of them.
+"""The models of one run in memory: frozen base, its adapters, tokenizer.
 
-Invariant: loaded once, on the configuration's device. Whether prompts can share prefixes is tried
-out on this model, not assumed.
+Invariant: loaded once, on the configuration's device; the base is frozen and shared by every
+adapter. Whether prompts can share prefixes is tried out on this model, not assumed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marft_agents.registry import Registry
+import torch
+import torch.distributed
+
 from marft_agents.training._trl import use_adapter
-from marft_agents.training.adapters import attach_adapters, base_dtype, load_base, load_tokenizer
-from marft_agents.training.advantages import Credits
+from marft_agents.training.adapters import (
+    attach_adapters,
+    base_dtype,
+    load_base,
+    load_tokenizer,
+)
 from marft_agents.training.config import MarftConfig
-from marft_agents.training.critic import CriticSettings, FittedCritic, fit_critic
-from marft_agents.training.effect import EffectMeter, best_and_worst
-from marft_agents.training.features import read_features
-from marft_agents.training.plan import AdapterPlan, NewAdapter, Plan, context_length
-from marft_agents.training.replay import Replayer, replay_lines
-from marft_agents.training.scoring import sharing_is_exact
-from marft_agents.training.transcript import tokenise
+from marft_agents.training.effect import Before, EffectMeter, Measured
+from marft_agents.training.packing import Scorable
+from marft_agents.training.plan import context_length
+from marft_agents.training.scoring import score_turns, sharing_is_exact
 
 
 class Session:
-    """One base model with one adapter per plan."""
+    """One base model with one trainable adapter per name.
+
+    Args:
+        model_dir: the base's folder.
+        folders: adapter name to the folder it starts from.
+    """
 
     def __init__(
         self,
-        plan: Plan,
-        registry: Registry,
+        model_dir: Path,
+        folders: Mapping[str, Path],
         config: MarftConfig,
-        scratch: Path,
-        say: Callable[[str], None],
+        say: Callable[[str], None] = print,
     ) -> None:
         started = time.monotonic()
-        self.plan, self.registry, self.config, self.say = plan, registry, config, say
-        base = load_base(plan.model_dir, base_dtype(config.dtype, config.device), config.device)
-        self.tokenizer = load_tokenizer(plan.model_dir)
-        new = NewAdapter(config.lora_rank, config.lora_alpha, config.lora_target_modules)
-        self.model: Any = attach_adapters(base, plan, registry, new, config.seed, scratch)
-        rows = [plan.data.rows[i] for a in plan.adapters for i in a.rows]
-        self.share = sharing_is_exact(self.model, rows, config.pack_tokens)
-        names = ", ".join(a.adapter for a in plan.adapters)
+        self.config, self.say, self.model_dir = config, say, model_dir
+        self.adapters = list(folders)
+        self.device: torch.device = config.device
+        base = load_base(
+            model_dir,
+            base_dtype(config.dtype, self.device),
+            self.device,
+            four_bit=config.load_in_4bit,
+        )
+        self.tokenizer = load_tokenizer(model_dir)
+        self.model: Any = attach_adapters(base, folders)
+        self.context = context_length(model_dir) or 1 << 30
+        self._share: bool | None = None
+        self.rank, self.world = config.process_index, config.world_size
         say(
-            f"loaded {plan.base.name} with {names} on {config.device.type}"
+            f"loaded {model_dir.name} with {', '.join(folders)} on {self.device.type}"
             f" in {time.monotonic() - started:.0f} s"
         )
-        if not self.share:
-            say("note: no shared prefixes with this model or log; turns are scored one by one")
 
-    def replay(self) -> None:
-        """Check that the recorded log-probabilities are this model's.
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks and writes."""
+        return self.rank == 0
 
-        Raises:
-            ReplayError: when they are not.
-        """
-        config = self.config
-        if config.replay_turns == 0:
-            self.say("WARNING: the replay check is switched off (replay_turns: 0)")
+    @property
+    def share(self) -> bool:
+        """Whether packs may share prefixes; known once ``try_sharing`` has seen turns."""
+        return bool(self._share)
+
+    def try_sharing(self, rows: Sequence[Scorable]) -> None:
+        """Find out, once, whether this model scores turns in a tree as it scores them alone."""
+        if self._share is not None:
             return
-        replayer = Replayer(
-            self.model,
-            self.plan,
-            self.registry,
-            pack_tokens=config.pack_tokens,
-            share=self.share,
-        )
-        checked = replayer.check(
-            turns=config.replay_turns, tolerance=config.replay_tolerance, seed=config.seed
-        )
-        replay_lines(checked, self.say)
+        self._share = sharing_is_exact(self.model, rows, self.config.pack_tokens)
+        if not self._share:
+            self.say("note: no shared prefixes with this model or log; turns are scored one by one")
 
-    def critic(self) -> FittedCritic:
-        """Cross-fitted values of every episode of the plan."""
-        config, episodes = self.config, self.plan.data.episodes
-        started = time.monotonic()
-        encode = self.tokenizer.encode
-        transcripts = [
-            tokenise(e.lines, lambda text: encode(text, add_special_tokens=False)) for e in episodes
-        ]
-        tokens = sum(len(t.ids) for t in transcripts)
-        self.say(f"value model: reading {len(episodes)} transcripts, {tokens} tokens")
-        window = min(config.critic_max_length, context_length(self.plan.model_dir) or 1 << 30)
-        longer = sum(len(t.ids) > window for t in transcripts)
-        with use_adapter(self.model, None):
-            features = read_features(
-                self.model.get_base_model().base_model,
-                transcripts,
-                max_length=window,
-                pack_tokens=config.pack_tokens if self.share else 0,
+    def score(
+        self, rows: Sequence[Measured], adapter: str | None, temperature: float | None = None
+    ) -> list[list[float]]:
+        """Log-probabilities (L,) of every row under an adapter (``None``: the base).
+
+        At the rows' own temperatures, or at the one given. The rows are dealt out to the processes.
+        """
+        mine = list(rows[self.rank :: self.world])
+        at = [row.temperature if temperature is None else temperature for row in mine]
+        with use_adapter(self.model, adapter):
+            scored = score_turns(
+                self.model, mine, at, pack_tokens=self.config.pack_tokens, share=self.share
             )
-        critic = fit_critic(episodes, features, critic_settings(config))
-        windowed = f"; {longer} transcripts over {window} tokens, in windows" if longer else ""
-        self.say(
-            f"value model: explains {critic.explained_variance:.0%} of the variance of returns it"
-            f" has not seen{windowed}; {time.monotonic() - started:.0f} s"
-        )
-        return critic
+        if self.world == 1:
+            return scored
+        parts: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(parts, scored)
+        out: list[list[float]] = [[] for _ in rows]
+        for rank, part in enumerate(parts):
+            out[rank :: self.world] = part
+        return out
 
-    def meter(self, adapter: AdapterPlan, credits: Credits) -> EffectMeter:
-        """Measures the adapter's best and worst turns, now and later."""
-        good, bad = best_and_worst(adapter.rows, credits.advantage, self.config.effect_turns)
-        rows = self.plan.data.rows
+    def meter(
+        self,
+        adapter: str,
+        good: Sequence[Measured],
+        bad: Sequence[Measured],
+        before: Before | None = None,
+    ) -> EffectMeter:
+        """Measures an adapter's best and worst turns, now and later."""
         return EffectMeter(
             self.model,
-            adapter.adapter,
-            [rows[i] for i in good],
-            [rows[i] for i in bad],
+            adapter,
+            good,
+            bad,
             pack_tokens=self.config.pack_tokens,
             share=self.share,
+            before=before,
         )
 
-
-def critic_settings(config: MarftConfig) -> CriticSettings:
-    return CriticSettings(
-        hidden=config.critic_hidden,
-        epochs=config.critic_epochs,
-        learning_rate=config.critic_learning_rate,
-        weight_decay=config.critic_weight_decay,
-        folds=config.critic_folds,
-        gamma=config.gamma,
-        lam=config.lam,
-        seed=config.seed,
-    )
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, in every process."""
+        if self.world == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0)
+        return box[0]

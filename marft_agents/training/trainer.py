@@ -1,107 +1,61 @@
-"""Agent-by-agent advantage-weighted regression on TRL's base trainer.
+"""The optimizer steps, on TRL's base trainer.
 
 Invariants: an optimizer step moves exactly one adapter; the others have no gradient, so neither
 momentum nor weight decay touches them and they stay bit-identical. Each adapter has its own Adam
-state. A loss or gradient that is not finite changes nothing and is counted.
+state and its own gradient clip. A step whose loss or gradient is not finite changes nothing and is
+counted. All processes take the same step: rows are dealt out, gradients are summed.
 
-Loop, schedules, clipping, accumulation and logging are TRL's and transformers'; order of data,
-packing and loss are ours.
+Loop, Adam, clipping, logging and tracking are TRL's and transformers'. What is trained on next
+comes from a generator: each ``yield`` of a ``Block`` is one optimizer step, and the code between
+two of them runs between two steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
+import os
+import tempfile
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.training._trl import BaseTrainer
+from marft_agents.training.batch import Batch
 from marft_agents.training.config import MarftConfig
-from marft_agents.training.losses import awr_loss
-from marft_agents.training.packing import Pack, pack_turns
-from marft_agents.training.sampler import AgentBlockSampler
+from marft_agents.training.objective import PackLoss, Scale, awr_pack, ppo_pack
+from marft_agents.training.packing import pack_turns
+from marft_agents.training.schedule import Block
 from marft_agents.training.scoring import score
 
-
-@dataclass(frozen=True)
-class WeightedTurn:
-    """One row to train on: prompt ids (P,), sampled ids (L,), its weight and its adapter."""
-
-    adapter: str
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    weight: float
-    temperature: float = 1.0
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.token_ids)
+_SLOTS = 1 << 40
+"""More steps than any run takes: the generator decides when it is over."""
 
 
-class TurnDataset(Dataset[WeightedTurn]):
-    """Rows, and behind them one weightless filler per adapter."""
-
-    def __init__(self, turns: Sequence[WeightedTurn]) -> None:
-        self.adapters = list(dict.fromkeys(turn.adapter for turn in turns))
-        self.size = len(turns)
-        self.turns = [*turns, *(WeightedTurn(a, (0,), (0,), 0.0) for a in self.adapters)]
+class _Slots(Dataset[int]):
+    """What the loop counts: it has no rows, they come with the block."""
 
     def __len__(self) -> int:
-        return self.size
+        return _SLOTS
 
-    def __getitem__(self, index: int) -> WeightedTurn:
-        return self.turns[index]
-
-    @property
-    def rows(self) -> dict[str, list[int]]:
-        """Row indices per adapter."""
-        out: dict[str, list[int]] = {adapter: [] for adapter in self.adapters}
-        for i, turn in enumerate(self.turns[: self.size]):
-            out[turn.adapter].append(i)
-        return out
-
-    @property
-    def fillers(self) -> dict[str, int]:
-        return {adapter: self.size + i for i, adapter in enumerate(self.adapters)}
+    def __getitem__(self, index: int) -> int:
+        return 0
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one adapter, packed."""
-
-    adapter: str
-    packs: list[Pack]
-    weight_B: list[float]
-    temperature_B: list[float]
-
-
-class Collator:
-    """Packs the rows of a micro-batch; fillers are left out."""
-
-    def __init__(self, pack_tokens: int, *, share: bool) -> None:
-        self._pack_tokens, self._share = pack_tokens, share
-
-    def __call__(self, turns: Sequence[WeightedTurn]) -> dict[str, Any]:
-        adapters = {turn.adapter for turn in turns}
-        if len(adapters) != 1:
-            raise TrainingError(f"a batch mixes the adapters {', '.join(sorted(adapters))}")
-        real = [turn for turn in turns if turn.weight > 0]
-        batch = Batch(
-            adapter=turns[0].adapter,
-            packs=pack_turns(real, self._pack_tokens, share=self._share),
-            weight_B=[turn.weight for turn in real],
-            temperature_B=[turn.temperature for turn in real],
-        )
-        return {"batch": batch}
+def _collate(_slots: Sequence[int]) -> dict[str, Any]:
+    return {}
 
 
 @contextlib.contextmanager
@@ -113,8 +67,17 @@ def _settings_refused() -> Generator[None]:
         raise ConfigError(f"a setting was refused: {str(error).splitlines()[0]}") from error
 
 
+@dataclass
+class StepReport:
+    """What one optimizer step did, over all processes."""
+
+    adapter: str
+    finite: bool
+    means: dict[str, float] = field(default_factory=dict[str, float])
+
+
 class MarftTrainer(BaseTrainer):
-    """Trains named adapters one after another on weighted turns."""
+    """Takes the steps that a program asks for."""
 
     _tag_names = ["marft-agents", "trl"]  # noqa: RUF012 an instance-free list by TRL's convention
     _name = "MARFT"
@@ -124,65 +87,99 @@ class MarftTrainer(BaseTrainer):
         self,
         model: Any,
         args: MarftConfig,
-        turns: Sequence[WeightedTurn],
+        adapters: Sequence[str],
         *,
-        share_prefixes: bool = True,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.config = args
-        self.turns = TurnDataset(turns)
+        self.adapters = list(adapters)
+        self.share_prefixes = True
+        self.rates: dict[str, float] = {}
+        """Step size per adapter, of the stage that is running."""
+        self.rate_factor = 1.0
+        """Where the schedule is."""
+        self.clip_scale = 1.0
+        """Halved by a guard: scales the clip range."""
+        self.steps_before = 0
+        """Steps of the run that this process did not take (resumed)."""
+        self.batch: Batch | None = None
+        self.last = StepReport("", True)
         self.nonfinite: dict[str, int] = defaultdict(int)
-        self._sums: dict[str, list[float]] = defaultdict(list)
-        loop = copy.copy(args)
-        loop.num_train_epochs = 1.0  # the sampler holds every adapter's passes
-        loop._n_gpu = min(loop.n_gpu, 1)  # pyright: ignore[reportPrivateUsage] has no setter; one device, no copies of the model
+        self.metrics: dict[str, float] = {}
+        """Last logged value of every metric."""
+        self.tokens_scored = 0
+        self._block: Block | None = None
+        self._program: Iterator[Block] = iter(())
+        self._sums: dict[str, list[float]] = {}
         with _settings_refused():
             super().__init__(
                 model=model,
-                args=loop,
-                train_dataset=self.turns,
-                data_collator=Collator(args.pack_tokens, share=share_prefixes),
-                callbacks=[_FiniteGradients(self), *callbacks],
+                args=_loop_args(args),
+                train_dataset=_Slots(),
+                data_collator=_collate,
+                callbacks=[_Steps(self), *callbacks],
             )
         self.remove_callback(PrinterCallback)
 
     def _send_telemetry(self) -> None:
         """Nothing is sent home."""
 
-    # -- data ------------------------------------------------------------------------------
+    def run(self, program: Iterator[Block]) -> None:
+        """Take a step for every block of the program."""
+        self._program = program
+        if self.advance():
+            self.train()
 
-    def sampler(self) -> AgentBlockSampler:
-        """The order of rows; its length is the whole run, so the loop makes one epoch of it."""
-        args = self.config
-        world = self.accelerator.num_processes
-        return AgentBlockSampler(
-            self.turns.rows,
-            self.turns.fillers,
-            [turn.length for turn in self.turns.turns],
-            block=args.per_device_train_batch_size * args.gradient_accumulation_steps * world,
-            epochs=args.num_train_epochs,
-            seed=args.seed,
-        )
+    @property
+    def block(self) -> Block:
+        """What the next step trains on."""
+        if self._block is None:
+            raise TrainingError("a step was asked for after the end of the program")
+        return self._block
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> AgentBlockSampler:
-        return self.sampler()
+    def advance(self) -> bool:
+        """Let the program go on to its next block; whether there is one."""
+        self._block = next(self._program, None)
+        return self._block is not None
 
-    # -- one step --------------------------------------------------------------------------
+    # -- what the loop asks for ------------------------------------------------------------
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """All adapters are in the optimizer; the steps narrow gradients to one at a time."""
-        self._peft.set_requires_grad(self.turns.adapters, True)
-        with _settings_refused():
-            return super().create_optimizer(model)
+        """AdamW over every adapter, a parameter group (with and without decay) each."""
+        if self.optimizer is None:
+            with _settings_refused():
+                kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self._peft)
+                self.optimizer = kind(self._groups(), **settings)
+        self._peft.requires_grad_(False)  # so that no process wraps the model: see `_reduce`
+        return self.optimizer
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "params": [p for _, p in self.parameters_of(adapter)],
+                "adapter": adapter,
+                "weight_decay": self.args.weight_decay,
+                "lr": self.config.of_adapter(adapter, "learning_rate"),
+            }
+            for adapter in self.adapters
+        ]
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """The schedule of ``lr_scheduler_type``."""
-        with _settings_refused():
-            return super().create_scheduler(*args, **kwargs)
+        """Step sizes are set by each step; the loop's own schedule stands still."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = LambdaLR(self.optimizer, lambda _: 1.0)  # pyright: ignore[reportArgumentType] set by the loop
+        return self.lr_scheduler
 
     @property
     def _peft(self) -> Any:
         return self.accelerator.unwrap_model(self.model)
+
+    def parameters_of(self, adapter: str) -> list[tuple[str, torch.nn.Parameter]]:
+        """Name and parameter of every tensor of one adapter."""
+        return [(n, p) for n, p in self._peft.named_parameters() if f".{adapter}." in n]
 
     def _activate(self, adapter: str) -> None:
         peft = self._peft
@@ -193,78 +190,170 @@ class MarftTrainer(BaseTrainer):
         ):
             peft.set_adapter(adapter)
 
+    # -- one step --------------------------------------------------------------------------
+
+    @property
+    def epsilon(self) -> tuple[float, float]:
+        """Clip range downwards and upwards, as it is now."""
+        config = self.config
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        return config.epsilon * self.clip_scale, high * self.clip_scale
+
     def training_step(
         self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Backward over the packs of one micro-batch, each freed before the next is scored."""
-        batch: Batch = inputs["batch"]
-        self._activate(batch.adapter)
+        """Backward over this process's packs, each freed before the next is scored."""
+        block, batch = self.block, self.batch
+        if batch is None:
+            raise TrainingError("a block was given before its batch")
+        self._activate(block.adapter)
         model.train(self.args.gradient_checkpointing)
-        total = torch.zeros((), device=self.args.device)
-        for i, pack in enumerate(batch.packs):
-            last = i + 1 == len(batch.packs)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                loss = self.compute_loss(model, {"batch": batch, "pack": pack})
-                if not math.isfinite(float(loss)):
-                    self.count_nonfinite(batch.adapter, "loss")
-                    continue
-                self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
-            total = total + loss.detach()
-        self._sums[f"{batch.adapter}/loss"].append(float(total))
-        return total / self.current_gradient_accumulation_steps
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        mine = block.rows[rank::world]
+        scale = Scale(block.size, batch.mean_length(block.adapter))
+        sums: dict[str, tuple[float, float]] = {}
+        total, finite = torch.zeros((), device=self.args.device), True
+        turns = [batch.rows[i] for i in mine]
+        for pack in pack_turns(turns, self.config.pack_tokens, share=self.share_prefixes):
+            part = self._pack_loss(model, batch, pack, [mine[r] for r in pack.rows], scale)
+            self.tokens_scored += len(pack.ids)
+            finite = finite and math.isfinite(float(part.loss))
+            if finite:
+                self.accelerator.backward(part.loss)
+            total = total + part.loss.detach()
+            for name, (value, count) in part.sums.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + value, before[1] + count)
+        self._finish_step(block, batch, float(total), finite, sums)
+        self._set_rates()
+        return torch.zeros((), device=self.args.device) + self.last.means.get("loss", 0.0)
 
-    def compute_loss(
+    def _pack_loss(
+        self, model: Any, batch: Batch, pack: Any, rows: Sequence[int], scale: Scale
+    ) -> PackLoss:
+        ppo = batch.objective == "ppo"
+        entropy = "trained" if ppo and self.config.entropy_coef else "measured"
+        temperature_B = [batch.rows[i].temperature for i in rows]
+        scores = score(model, pack, temperature_B, entropy=entropy)
+        if ppo:
+            return ppo_pack(batch, rows, scores, scale, self.config, self.epsilon)
+        return awr_pack(batch, rows, scores, scale)
+
+    def _finish_step(
         self,
-        model: Any,
-        inputs: Mapping[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        batch, pack = inputs["batch"], inputs["pack"]
-        temperature_B = [batch.temperature_B[row] for row in pack.rows]
-        scores = score(model, pack, temperature_B, entropy=True)
-        mean_logp_B = scores.mean_B(len(pack.rows))
-        weight_B = torch.tensor(
-            [batch.weight_B[row] for row in pack.rows], device=mean_logp_B.device
-        )
-        self._sums[f"{batch.adapter}/logp"] += mean_logp_B.tolist()
-        self._sums[f"{batch.adapter}/weight_mean"] += weight_B.tolist()
-        if scores.entropy is not None:
-            self._sums[f"{batch.adapter}/entropy"].append(scores.entropy)
-        return awr_loss(mean_logp_B, weight_B, self.args.per_device_train_batch_size)
+        block: Block,
+        batch: Batch,
+        loss: float,
+        finite: bool,
+        sums: Mapping[str, tuple[float, float]],
+    ) -> None:
+        """Sum over processes; drop the step where something is not finite."""
+        parameters = [p for _, p in self.parameters_of(block.adapter)]
+        facts = self._reduce(parameters, {"loss": (loss, 0.0), "bad": (not finite, 0.0), **sums})
+        bad = facts.pop("bad")[0] > 0
+        what = "loss"
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if not bad and not all(bool(grad.isfinite().all()) for grad in grads):
+            bad, what = True, "gradient"
+        if bad:
+            for parameter in parameters:
+                parameter.grad = None
+        means = {name: v / n for name, (v, n) in facts.items() if n}
+        means["loss"] = facts["loss"][0]
+        self.last = StepReport(block.adapter, not bad, means)
+        if bad:
+            self._count_nonfinite(block, batch, what)
+            return
+        means["learning_rate"] = self.rates.get(block.adapter, 0.0) * self.rate_factor
+        for name, value in means.items():
+            self._sums.setdefault(f"{block.adapter}/{name}", []).append(value)
 
-    def count_nonfinite(self, adapter: str, what: str) -> None:
-        """Count a step that was skipped.
+    def _reduce(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        facts: Mapping[str, tuple[float, float]],
+    ) -> dict[str, tuple[float, float]]:
+        """Gradients and sums over all processes.
+
+        One flat sum of one adapter's gradient, by hand: a process that holds no row of a block adds
+        nothing and waits for nobody, and adapters that are not trained take no part.
+        """
+        if self.accelerator.num_processes == 1:
+            return dict(facts)
+        gathered: list[Any] = [None] * self.accelerator.num_processes
+        torch.distributed.all_gather_object(gathered, dict(facts))
+        flat = torch.cat([
+            (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
+            for p in parameters
+        ])  # fmt: skip
+        torch.distributed.all_reduce(flat)
+        parts = flat.split([p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype).clone()
+        out: dict[str, tuple[float, float]] = {}
+        for one in gathered:
+            for name, (value, count) in one.items():
+                before = out.get(name, (0.0, 0.0))
+                out[name] = (before[0] + value, before[1] + count)
+        return out
+
+    def _set_rates(self) -> None:
+        """The step size of every adapter, before Adam moves."""
+        optimizer: Any = self.optimizer
+        for group in optimizer.param_groups:
+            adapter = group["adapter"]
+            group["lr"] = self.rates.get(adapter, 0.0) * self.rate_factor
+
+    def _count_nonfinite(self, block: Block, batch: Batch, what: str) -> None:
+        """Count a step that was skipped; its turns are written down for whoever looks for it.
 
         Raises:
             TrainingError: after more of them than ``max_nonfinite_steps``.
         """
+        adapter = block.adapter
         self.nonfinite[adapter] += 1
+        handle, name = tempfile.mkstemp(prefix=f"marft-nonfinite-{adapter}-", suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"what": what, "turns": [batch.rows[i].turn_id for i in block.rows]}, file)
         if self.nonfinite[adapter] > self.config.max_nonfinite_steps:
             raise TrainingError(
                 f"adapter {adapter!r}: {self.nonfinite[adapter]} steps gave a {what} that is not"
-                f" finite (limit {self.config.max_nonfinite_steps}); nothing was published."
-                f" Lower learning_rate (now {self.args.learning_rate:g}) or use dtype: float32"
+                f" finite (limit {self.config.max_nonfinite_steps}; the turns of the last one:"
+                f" {name}); nothing was published. Lower learning_rate (now"
+                f" {self.rates.get(adapter, 0.0):g}) or use dtype: float32"
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Metrics of the steps since the last log, per adapter."""
         means = {name: math.fsum(v) / len(v) for name, v in self._sums.items() if v}
         self._sums.clear()
-        super().log({**logs, **means}, start_time)
+        self.metrics |= means
+        kept = {k: v for k, v in logs.items() if k not in ("epoch", "learning_rate")}
+        super().log({**kept, **means}, start_time)
 
 
-class _FiniteGradients(TrainerCallback):
-    """Drops a step whose gradient is not finite before Adam sees it."""
+def _loop_args(config: MarftConfig) -> MarftConfig:
+    """Settings for the loop, which counts steps and nothing else."""
+    loop = copy.copy(config)
+    loop.num_train_epochs = 1.0
+    loop.max_steps = -1
+    loop.per_device_train_batch_size = 1
+    loop.gradient_accumulation_steps = 1  # a block is whole; packs bound the memory
+    loop.save_strategy = SaveStrategy.NO
+    loop._n_gpu = min(loop.n_gpu, 1)  # pyright: ignore[reportPrivateUsage] has no setter; one device, no copies of the model
+    return loop
+
+
+class _Steps(TrainerCallback):
+    """Lets the program go on after every step, and ends the loop with it."""
 
     def __init__(self, trainer: MarftTrainer) -> None:
         self._trainer = trainer
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        model = kwargs["model"]
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        if grads and not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            for parameter in model.parameters():
-                parameter.grad = None
-            adapters = self._trainer.accelerator.unwrap_model(model).active_adapters
-            self._trainer.count_nonfinite(adapters[0], "gradient")
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.global_step = self._trainer.steps_before
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._trainer.advance():
+            control.should_training_stop = True
+            control.should_log = True
