@@ -20,6 +20,7 @@ from marft_agents.training.adapters import adapter_state
 
 _CONFIG_FIELDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "output_router_logits", "router_aux_loss_coef",
+    "use_cache",
 )  # fmt: skip
 
 
@@ -71,6 +72,8 @@ def model_restored(model: PeftModel) -> Generator[None]:
         if hasattr(config, name)
     ]
     flags = [(p, p.requires_grad) for p in model.parameters()]
+    hooks: dict[int, Any] = base.get_input_embeddings()._forward_hooks
+    known_hooks = list(hooks)
     active, training = list(model.active_adapters), model.training
     checkpointing = base.is_gradient_checkpointing
     try:
@@ -78,7 +81,8 @@ def model_restored(model: PeftModel) -> Generator[None]:
     finally:
         if base.is_gradient_checkpointing and not checkpointing:
             base.gradient_checkpointing_disable()
-            base.disable_input_require_grads()
+        for added in [key for key in hooks if key not in known_hooks]:
+            del hooks[added]  # there may be two, of which the model remembers one
         for module, forward in forwards:
             module.__dict__.pop("forward", None)
             if forward is not None:

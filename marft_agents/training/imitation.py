@@ -156,7 +156,7 @@ class DpoOnIds(_OnIds, DPOTrainer):
     """TRL's DPO trainer on ids and known log-probabilities of the reference."""
 
 
-_TRAINERS: dict[str, tuple[Any, Any]] = {
+TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SftOnIds, SFTConfig),
     "kto": (KtoOnIds, KTOConfig),
     "dpo": (DpoOnIds, DPOConfig),
@@ -193,7 +193,7 @@ def _arguments(
             "undesirable_weight": bad,
             "train_sampling_strategy": "sequential",  # its batches are made, see kto_examples
         }
-    arguments = _TRAINERS[method][1](**values)
+    arguments = TRAINERS[method][1](**values)
     arguments._n_gpu = min(arguments.n_gpu, 1)  # one device, no copies of the model
     return arguments
 
@@ -207,7 +207,7 @@ def _make_trainer(
 ) -> Any:
     others: dict[str, Any] = {} if method == "sft" else {"ref_model": _NoReference()}
     start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    trainer = _TRAINERS[method][0](
+    trainer = TRAINERS[method][0](
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list(examples),
