@@ -1,67 +1,31 @@
-"""The centralised critic V_φ(s_k): a small value head on the frozen base.
+"""The centralised critic V_φ(s_k): what the state before an action, or a token, is worth.
 
-Invariants: one causal pass over an episode's joint transcript gives the features at all its
-borders; the base is frozen, so they are computed once. Values that advantages are built on are
-*cross-fitted*: they come from a head that never saw the episode, because a head that has seen a
-reward predicts it and leaves no advantage to learn from.
+Invariants: one causal pass over an episode's joint transcript gives all its values. Values that
+advantages are built on come from a critic that never saw the episode (see ``cross_fitting``), and
+are shrunk towards the mean return as far as they predicted nothing (see ``shrinking``). The base is
+frozen, and every adapter is afterwards what it was.
 
-    target  R̂_k = Â_k + V_k   (λ-returns, computed anew each epoch)
-    loss    Huber(V_φ(s_k), R̂_k), at the border with and without the next speaker's name
+V before an action is read behind the name of who speaks next; the head also learns it at the border
+before that name. V before token j of an action is read at token j - 1.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from marft_agents.credit import action_gae
-from marft_agents.training.dataset import EpisodeView
-from marft_agents.training.features import EpisodeFeatures
-
-_BATCH = 64
-
-
-@dataclass(frozen=True)
-class CriticSettings:
-    """How a value head is fitted."""
-
-    hidden: int
-    epochs: int
-    learning_rate: float
-    weight_decay: float
-    folds: int
-    gamma: float
-    lam: float
-    seed: int
-
-
-class ValueHead(nn.Module):
-    """MLP on standardised features, in units of the returns it was fitted on; float32."""
-
-    mean: Tensor
-    scale: Tensor
-    offset: Tensor
-    spread: Tensor
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(width))
-        self.register_buffer("scale", torch.ones(width))
-        self.register_buffer("offset", torch.zeros(()))
-        self.register_buffer("spread", torch.ones(()))
-        self.net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
-        last = self.net[2]
-        nn.init.zeros_(last.weight)  # pyright: ignore[reportArgumentType] a Linear's weight
-        nn.init.zeros_(last.bias)  # pyright: ignore[reportArgumentType] a Linear's bias
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Values (N,) of features (N, H)."""
-        x = (features - self.mean) / self.scale
-        return self.offset + self.spread * self.net(x).squeeze(-1)
+from marft_agents.training.chains import Chain, Discounts, make_links
+from marft_agents.training.config import MarftConfig
+from marft_agents.training.cross_fitting import CrossFitted, HeadEstimator, Shelf, TextReader
+from marft_agents.training.dataset import EpisodeView, TurnRow
+from marft_agents.training.features import Reader, Text
+from marft_agents.training.shrinking import shrink
+from marft_agents.training.transcript import Borders, tokenise
+from marft_agents.training.value_head import CriticSettings
 
 
 @dataclass(frozen=True)
@@ -70,140 +34,160 @@ class EpisodeValues:
 
     values_K: list[float]
     final_value: float
+    values_KL: list[list[float]] | None = None
+    """Token level: V before each token of action k; one value where its ids are not known."""
+    final_by_agent: dict[str, float] | None = None
+    """Local critics: each agent's own V after a truncated end."""
 
 
 @dataclass(frozen=True)
-class FittedCritic:
-    """Out-of-fold values per episode, and a head fitted on all episodes for later runs."""
+class CriticReport:
+    """Values of the episodes asked for, and how good they are."""
 
     values: list[EpisodeValues]
-    head: ValueHead
     explained_variance: float
     """Share of the returns' variance that the values explain, out of fold."""
     shrinkage: float
     """Factor by which values were pulled towards the mean return; 0: a constant baseline."""
+    loss: float
+    """Of the carried critic's last pass, in deviations of the returns."""
+    largest_value: float
+    lines: list[str] = field(default_factory=list[str])
+    """What to say about it."""
 
 
-def returns_to_go(episode: EpisodeView, gamma: float) -> list[float]:
-    """Discounted rewards from each action on (K,); nothing is bootstrapped."""
-    zeros = [0.0] * len(episode.reward_K)
-    return action_gae(episode.reward_K, zeros, episode.steps_K, gamma=gamma, lam=1).return_K
-
-
-def _values(head: ValueHead, episode: EpisodeView, at: EpisodeFeatures) -> EpisodeValues:
-    with torch.no_grad():
-        values_K: list[float] = head(at.named_K).tolist()
-        final = float(head(at.final[None])[0]) if episode.truncated else 0.0
-    return EpisodeValues(values_K, final)
-
-
-def _targets(
-    head: ValueHead,
-    episodes: Sequence[EpisodeView],
-    features: Sequence[EpisodeFeatures],
-    settings: CriticSettings,
-) -> Tensor:
-    out: list[float] = []
-    for episode, at in zip(episodes, features, strict=True):
-        v = _values(head, episode, at)
-        out += action_gae(
-            episode.reward_K,
-            v.values_K,
-            episode.steps_K,
-            gamma=settings.gamma,
-            lam=settings.lam,
-            final_value=v.final_value,
-        ).return_K
-    return torch.tensor(out)
-
-
-def fit_head(
-    episodes: Sequence[EpisodeView],
-    features: Sequence[EpisodeFeatures],
-    settings: CriticSettings,
-) -> ValueHead:
-    """A value head fitted on these episodes."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    named = torch.cat([f.named_K for f in features])
-    opened = torch.cat([f.open_K for f in features])
-    returns = torch.tensor([g for e in episodes for g in returns_to_go(e, settings.gamma)])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        head = ValueHead(named.shape[1], settings.hidden)
-    both = torch.cat([named, opened])
-    head.mean.copy_(both.mean(0))
-    head.scale.copy_(both.std(0, correction=0).clamp_min(1e-4))
-    head.offset.copy_(returns.mean())
-    head.spread.copy_(returns.std(correction=0).clamp_min(1e-4))
-    optimizer = torch.optim.AdamW(
-        head.net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+def critic_settings(config: MarftConfig) -> CriticSettings:
+    return CriticSettings(
+        hidden=config.critic_hidden,
+        epochs=config.critic_epochs,
+        learning_rate=config.critic_learning_rate,
+        weight_decay=config.critic_weight_decay,
+        folds=config.critic_folds,
+        gamma=config.gamma,
+        lam=config.lam,
+        seed=config.seed,
+        gamma_w=config.gamma_w,
+        lam_w=config.lam_w,
+        update_epochs=config.critic_update_epochs,
+        value_clip=config.critic_value_clip,
+        max_grad_norm=config.critic_max_grad_norm,
     )
-    huber = nn.HuberLoss()
-    for _ in range(settings.epochs):
-        target = _targets(head, episodes, features, settings)
-        for rows in torch.randperm(len(target), generator=generator).split(_BATCH):
-            unit = head.spread
-            loss = huber(head(named[rows]) / unit, target[rows] / unit)
-            loss = loss + huber(head(opened[rows]) / unit, target[rows] / unit)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return head.requires_grad_(False)
 
 
-def cross_fit(
-    episodes: Sequence[EpisodeView],
-    features: Sequence[EpisodeFeatures],
-    settings: CriticSettings,
-) -> list[EpisodeValues]:
-    """Values of every episode from a head fitted on the other folds."""
-    order = torch.randperm(
-        len(episodes), generator=torch.Generator().manual_seed(settings.seed)
-    ).tolist()
-    folds = min(settings.folds, len(episodes))
-    values = [EpisodeValues([], 0.0)] * len(episodes)
-    for fold in range(folds):
-        held_out = set(order[fold::folds])
-        rest = [i for i in range(len(episodes)) if i not in held_out]
-        head = fit_head([episodes[i] for i in rest], [features[i] for i in rest], settings)
-        for i in held_out:
-            values[i] = _values(head, episodes[i], features[i])
-    return values
+class CentralCritic:
+    """One critic for the team, kept from round to round.
 
-
-def fit_critic(
-    episodes: Sequence[EpisodeView],
-    features: Sequence[EpisodeFeatures],
-    settings: CriticSettings,
-) -> FittedCritic:
-    """Cross-fitted values of every episode (at least two), and a head fitted on all of them."""
-    values = cross_fit(episodes, features, settings)
-    values, shrinkage, explained = _shrink(episodes, values, settings.gamma)
-    return FittedCritic(values, fit_head(episodes, features, settings), explained, shrinkage)
-
-
-def _shrink(
-    episodes: Sequence[EpisodeView], values: Sequence[EpisodeValues], gamma: float
-) -> tuple[list[EpisodeValues], float, float]:
-    """V ← m + c (V - m) with the c in [0, 1] that fits the returns best, out of fold.
-
-    A critic that learned nothing (c = 0) becomes the mean return, a baseline without noise.
+    ``model`` carries the agents' adapters; ``share`` and ``window`` as in ``Reader``.
     """
-    returns = [g for e in episodes for g in returns_to_go(e, gamma)]
-    guesses = [v for e in values for v in e.values_K]
-    m = math.fsum(returns) / len(returns)
-    cross = math.fsum((v - m) * (g - m) for v, g in zip(guesses, returns, strict=True))
-    square = math.fsum((v - m) ** 2 for v in guesses)
-    c = min(max(cross / square, 0.0), 1.0) if square > 1e-12 else 0.0
-    shrunk = [
-        EpisodeValues(
-            [m + c * (v - m) for v in e.values_K],
-            m + c * (e.final_value - m) if episode.truncated else 0.0,
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: MarftConfig, *, share: bool, window: int
+    ) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        window = min(window, config.critic_max_length)
+        self._reader: TextReader = Reader(model, share, window, config.pack_tokens)
+        self._window = window
+        self._settings = settings = critic_settings(config)
+        width = self._reader.width
+        self._fitted = CrossFitted(lambda: HeadEstimator(width, settings), settings)
+
+    def evaluate(
+        self, episodes: Sequence[EpisodeView], rows: Sequence[TurnRow], *, seed: int
+    ) -> CriticReport:
+        """Values of these episodes, from heads that never saw them; then learn from them.
+
+        At token level an action has values before each token if ``rows`` has it.
+        """
+        started = time.monotonic()
+        borders = self._transcripts(episodes, rows)
+        chains = [
+            episode_chain(n, episode, at, self._settings.discounts)
+            for n, (episode, at) in enumerate(zip(episodes, borders, strict=True))
+        ]
+        shelf = Shelf(self._reader, chains, seed)
+        raw, loss = self._fitted.evaluate(shelf, [e.episode_id for e in episodes], seed=seed)
+        shrunk = shrink(chains, raw)
+        tokens = self._config.level == "token"
+        values = [
+            _episode_values(chain, at, row, tokens=tokens)
+            for chain, at, row in zip(chains, borders, shrunk.values, strict=True)
+        ]
+        return CriticReport(
+            values,
+            shrunk.explained_variance,
+            shrunk.shrinkage,
+            loss,
+            max((abs(v) for row in shrunk.values for v in row), default=0.0),
+            self._lines(borders, shrunk.explained_variance, time.monotonic() - started),
         )
-        for episode, e in zip(episodes, values, strict=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that a later ``load_state`` continues from, as flat named tensors."""
+        return self._fitted.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state.
+
+        Raises:
+            ConfigError: when it does not fit this base and these settings; nothing is changed.
+        """
+        self._fitted.load_state(state)
+
+    def _transcripts(
+        self, episodes: Sequence[EpisodeView], rows: Sequence[TurnRow]
+    ) -> list[Borders]:
+        sampled: dict[tuple[int, int], Sequence[int]] = {}
+        if self._config.level == "token":
+            known = (row for row in rows if max(row.token_ids, default=-1) < self._vocabulary)
+            sampled = {(row.episode, row.k): row.token_ids for row in known}
+
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+
+        return [
+            tokenise(
+                episode.lines,
+                encode,
+                [sampled.get((n, k)) for k in range(len(episode.agents_K))],
+            )
+            for n, episode in enumerate(episodes)
+        ]
+
+    def _lines(self, borders: Sequence[Borders], explained: float, seconds: float) -> list[str]:
+        lengths = [len(b.ids) for b in borders]
+        longer = sum(length > self._window for length in lengths)
+        windowed = f", {longer} of them over {self._window} and read in windows" if longer else ""
+        return [
+            f"value model: read {len(lengths)} transcripts, {sum(lengths)} tokens{windowed};"
+            f" explains {explained:.0%} of the variance of returns it has not seen;"
+            f" {seconds:.0f} s"
+        ]
+
+
+def episode_chain(number: int, episode: EpisodeView, at: Borders, discounts: Discounts) -> Chain:
+    """The recursion over all agents' actions, or tokens, of an episode."""
+    tokens = [
+        n + j for n, length in zip(at.named_K, at.length_K, strict=True) for j in range(length)
     ]
-    total = math.fsum((g - m) ** 2 for g in returns)
-    left = math.fsum(
-        (g - v) ** 2 for g, v in zip(returns, (v for e in shrunk for v in e.values_K), strict=True)
+    places = [*tokens, *at.open_K, *([at.final] if episode.truncated else [])]
+    return Chain(
+        number,
+        [Text(at.ids, places)],
+        make_links(episode.reward_K, episode.steps_K, at.length_K, discounts),
+        [k for k, length in enumerate(at.length_K) for _ in range(length)],
+        opened=True,
+        final=episode.truncated,
     )
-    return shrunk, c, 1 - left / total if total > 0 else 0.0
+
+
+def _episode_values(
+    chain: Chain, at: Borders, row: Sequence[float], *, tokens: bool
+) -> EpisodeValues:
+    values_KL: list[list[float]] = []
+    start = 0
+    for length in at.length_K:
+        values_KL.append(list(row[start : start + length]))
+        start += length
+    final = row[-1] if chain.final else 0.0
+    return EpisodeValues([v[0] for v in values_KL], final, values_KL if tokens else None)

@@ -1,34 +1,42 @@
-"""Hidden states of the frozen base at the borders of a joint transcript.
+"""Hidden states at places of texts, one causal pass over each.
 
-Invariant: every token is read once, all adapters off; transcripts read together do not see each
-other. A transcript longer than the window is read in overlapping windows, and each border is taken
-from the first window that holds it with at least half a window of text before it.
+Invariant: a state depends on the text up to its place and on nothing else: texts read together do
+not see each other, and what comes later changes nothing. A text longer than the window is read in
+overlapping windows; each place is taken from the first window that holds it with at least half a
+window of text before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from marft_agents.training._trl import use_adapter
 from marft_agents.training.packing import Pack
 from marft_agents.training.scoring import tree_inputs
-from marft_agents.training.transcript import Borders
 
 
 @dataclass(frozen=True)
-class EpisodeFeatures:
-    """Features at an episode's borders, float32 on the CPU."""
+class Text:
+    """Token ids (T,) and the places, indices into them, where hidden states are wanted."""
 
-    open_K: Tensor
-    """(K, H) before action k, next speaker not known."""
-    named_K: Tensor
-    """(K, H) before action k, next speaker known."""
-    final: Tensor
-    """(H,) after everything was said."""
+    ids: Sequence[int]
+    places: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one window reads of a text; ``rows`` number the places through all texts."""
+
+    prompt_ids: Sequence[int]
+    places: list[int]
+    rows: list[int]
+    token_ids: Sequence[int] = ()
 
 
 def windows(length: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -43,71 +51,85 @@ def windows(length: int, size: int) -> Iterator[tuple[int, int, int]]:
         start = end - size // 2
 
 
-@torch.no_grad()
-def _read_long(backbone: Any, borders: Borders, size: int) -> Tensor:
-    """Hidden states (2K + 1, H) at the borders of a transcript longer than a window."""
-    out: dict[int, Tensor] = {}
-    wanted = _wanted(borders)
-    for start, end, first in windows(len(borders.ids), size):
-        here = [w for w in wanted if first <= w < end]
-        if not here:
-            continue
-        ids = torch.tensor([borders.ids[start : max(here) + 1]], device=backbone.device)
-        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
-        picked = hidden[[w - start for w in here]].to("cpu", torch.float32)
-        out |= dict(zip(here, picked, strict=True))
-    return torch.stack([out[w] for w in wanted])
+def cut(texts: Iterable[Text], size: int) -> Iterator[Piece]:
+    """The texts' windows, each ending at its last place; those that serve no place are left out."""
+    row = 0
+    for text in texts:
+        for start, end, first in windows(max(text.places, default=0) + 1, size):
+            here = [i for i, place in enumerate(text.places) if first <= place < end]
+            if here:
+                places = [text.places[i] - start for i in here]
+                ids = text.ids[start : start + max(places) + 1]
+                yield Piece(ids, places, [row + i for i in here])
+        row += len(text.places)
 
 
-@torch.no_grad()
-def _read_together(backbone: Any, group: Sequence[Borders]) -> list[Tensor]:
-    """Hidden states (2K + 1, H) at the borders of several transcripts, in one pass."""
-    pack = Pack()
-    nodes: list[int] = []
-    for borders in group:
-        path = pack.insert(borders.ids)
-        nodes += [path[w] for w in _wanted(borders)]
-    hidden = backbone(**tree_inputs(pack, backbone.device)).last_hidden_state[0]
-    picked = hidden[nodes].to("cpu", torch.float32)
-    return list(picked.split([len(_wanted(borders)) for borders in group]))
+def pack_pieces(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Pack, list[Piece]]]:
+    """Pieces that are read together, common beginnings once, at most ``limit`` tokens if several.
 
-
-def _wanted(borders: Borders) -> list[int]:
-    return [*borders.open_K, *borders.named_K, borders.final]
-
-
-def _groups(transcripts: Sequence[Borders], size: int, limit: int) -> Iterator[list[Borders]]:
-    """Consecutive transcripts of at most ``limit`` tokens together; long ones alone."""
-    group: list[Borders] = []
-    tokens = 0
-    for borders in transcripts:
-        length = len(borders.ids)
-        if group and (tokens + length > limit or length > size):
-            yield group
-            group, tokens = [], 0
-        group.append(borders)
-        tokens += length
-        if length > size:
-            yield group
-            group, tokens = [], 0
-    if group:
-        yield group
-
-
-def read_features(
-    backbone: Any, transcripts: Sequence[Borders], *, max_length: int, pack_tokens: int
-) -> list[EpisodeFeatures]:
-    """Features of every transcript; ``backbone`` is the base without head and adapters.
-
-    ``pack_tokens`` transcripts' tokens go through the model at once; 0 reads them one by one.
+    They are sorted, so that common beginnings come side by side.
     """
-    out: list[EpisodeFeatures] = []
-    for group in _groups(transcripts, max_length, pack_tokens):
-        if len(group[0].ids) > max_length:
-            read = [_read_long(backbone, group[0], max_length)]
-        else:
-            read = _read_together(backbone, group)
-        for borders, hidden in zip(group, read, strict=True):
-            count = len(borders.open_K)
-            out.append(EpisodeFeatures(hidden[:count], hidden[count:-1], hidden[-1]))
-    return out
+    pack, inside = Pack(), list[Piece]()
+    for piece in sorted(pieces, key=lambda piece: list(piece.prompt_ids)):
+        if inside and len(pack.ids) + pack.cost(piece) > limit:
+            yield pack, inside
+            pack, inside = Pack(), []
+        pack.insert(piece.prompt_ids)
+        inside.append(piece)
+    if inside:
+        yield pack, inside
+
+
+def read_pack(backbone: Any, pack: Pack, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
+    """Rows, and their hidden states (R, H) as float32 on the CPU; gradients flow if enabled."""
+    rows: list[int] = []
+    nodes: list[int] = []
+    for piece in pieces:
+        path = pack.insert(piece.prompt_ids)
+        nodes += [path[place] for place in piece.places]
+        rows += piece.rows
+    hidden = backbone(**tree_inputs(pack, backbone.device)).last_hidden_state[0]
+    return rows, hidden[nodes].to("cpu", torch.float32)
+
+
+@contextmanager
+def adapter_alone(model: Any, adapter: str | None) -> Generator[Any]:
+    """The backbone under one adapter or none; afterwards every adapter is as it was."""
+    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+    try:
+        with use_adapter(model, adapter):
+            yield model.get_base_model().base_model
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trainable[name])
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads texts with one model.
+
+    ``share`` says that several texts read together are read as if alone; ``window`` and
+    ``pack_tokens`` are tokens of a window and of one pass.
+    """
+
+    model: Any
+    share: bool
+    window: int
+    pack_tokens: int
+
+    @property
+    def width(self) -> int:
+        return self.model.get_base_model().config.get_text_config().hidden_size
+
+    def packs(self, texts: Iterable[Text]) -> Iterator[tuple[Pack, list[Piece]]]:
+        return pack_pieces(cut(texts, self.window), self.pack_tokens if self.share else 0)
+
+    @torch.no_grad()
+    def read(self, texts: Sequence[Text], adapter: str | None = None) -> Tensor:
+        """Hidden states (R, H) of all places of the texts, in order."""
+        out = torch.empty(sum(len(text.places) for text in texts), self.width)
+        with adapter_alone(self.model, adapter) as backbone:
+            for pack, pieces in self.packs(texts):
+                rows, hidden = read_pack(backbone, pack, pieces)
+                out[rows] = hidden
+        return out

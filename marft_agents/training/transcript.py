@@ -4,7 +4,8 @@ Invariant: a line is written once, in order, so one causal pass over the whole t
 before each border exactly what the team had seen by then. A border has two places: after the
 separator (who speaks next is not known) and after the speaker's name (it is).
 
-The text is tokenised here; that is harmless, because no token of it is ever trained on.
+Text is tokenised here; that is harmless, because no token of it is ever trained on. Where values
+before every token are wanted, an action stands there with the ids that were sampled.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from marft_agents.credit import is_action
@@ -37,13 +38,16 @@ class Borders:
     """Token ids (T,) of one transcript and where its borders are.
 
     ``open_K`` and ``named_K`` (K,) index the last token before action k without and with the
-    speaker's name; ``final`` indexes the last separator, after everything was said.
+    speaker's name; ``final`` indexes the last separator, after everything was said. The state
+    before token j of an action lies j - 1 tokens after its named border; ``length_K`` says how many
+    such states there are: the sampled tokens, or 1 for an action given as text.
     """
 
     ids: list[int]
     open_K: list[int]
     named_K: list[int]
     final: int
+    length_K: list[int] = field(default_factory=list[int])
 
 
 def _as_text(value: Any) -> str:
@@ -83,19 +87,29 @@ def _environment(event: ToolEvent | HumanEvent) -> Line:
     return Line(event.name or "human", event.text or "")
 
 
-def tokenise(lines: Sequence[Line], encode: Callable[[str], list[int]]) -> Borders:
-    """Token ids of the transcript; pieces are encoded one by one, so a border is a token's end."""
+def tokenise(
+    lines: Sequence[Line],
+    encode: Callable[[str], list[int]],
+    sampled_K: Sequence[Sequence[int] | None] = (),
+) -> Borders:
+    """Token ids of the transcript; pieces are encoded one by one, so a border is a token's end.
+
+    Where ``sampled_K`` has the ids of an action, they stand in it instead of its text.
+    """
     separator = encode(SEPARATOR)
-    ids: list[int] = []
-    open_K: list[int] = []
-    named_K: list[int] = []
+    out = Borders([], [], [], 0, [])
+    ids = out.ids
     for line in lines:
         ids += separator
         if line.action:
-            open_K.append(len(ids) - 1)
+            out.open_K.append(len(ids) - 1)
         ids += encode(f"{line.speaker}:")
+        sampled = None
         if line.action:
-            named_K.append(len(ids) - 1)
-        ids += encode(f" {line.text}")
+            k = len(out.named_K)
+            sampled = sampled_K[k] if sampled_K else None
+            out.named_K.append(len(ids) - 1)
+            out.length_K.append(len(sampled) if sampled else 1)
+        ids += sampled or encode(f" {line.text}")
     ids += separator
-    return Borders(ids, open_K, named_K, len(ids) - 1)
+    return replace(out, final=len(ids) - 1)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pytest
-import torch
-
 from marft_agents.credit import dependency_order
 from marft_agents.schema import Episode, EpisodeStarted, HumanEvent, ToolEvent, Turn
-from marft_agents.training.features import read_features, windows
-from marft_agents.training.transcript import SEPARATOR, Borders, Line, tokenise, transcript_lines
-from tests.training.synthetic import TinyModel
+from marft_agents.training.transcript import SEPARATOR, Line, tokenise, transcript_lines
 
 START = datetime(2025, 1, 1, tzinfo=UTC)
 
@@ -71,36 +66,11 @@ def test_borders_lie_before_the_action_without_and_with_the_speaker() -> None:
     assert borders.final == len(text) - 1
 
 
-def test_windows_cover_every_token_once_with_text_before_it() -> None:
-    for length in range(1, 60):
-        served: list[int] = []
-        for start, end, first in windows(length, 10):
-            assert end - start <= 10 and (first == 0 or first - start >= 5)
-            served += range(first, end)
-        assert served == list(range(length))
-
-
-@pytest.mark.parametrize("limit", [0, 120, 1000])
-def test_features_are_those_of_the_text_before_the_border(limit: int, tiny: TinyModel) -> None:
-    encode = tiny.tokenizer.encode
-    lines = [Line("task", "ship on friday"), Line("a", "yes", True), Line("b", "no", True)]
-    borders = tokenise(lines, lambda text: encode(text, add_special_tokens=False))
-    backbone = tiny.model.model
-    longer = tokenise([*lines, Line("a", "no", True)], characters)
-    group = [longer, borders, longer]
-    features = read_features(backbone, group, max_length=512, pack_tokens=limit)[1]
-    for k, where in enumerate(borders.named_K):
-        with torch.no_grad():
-            alone = backbone(torch.tensor([borders.ids[: where + 1]])).last_hidden_state[0, -1]
-        assert torch.allclose(features.named_K[k], alone, atol=1e-4)
-    assert features.open_K.shape == features.named_K.shape == (2, 32)
-
-
-def test_a_transcript_longer_than_the_window_still_has_all_borders(tiny: TinyModel) -> None:
-    ids = [3 + n % 300 for n in range(90)]
-    borders = Borders(ids, open_K=[4, 50], named_K=[6, 52], final=89)
-    (features,) = read_features(tiny.model.model, [borders], max_length=20, pack_tokens=1000)
-    with torch.no_grad():
-        alone = tiny.model.model(torch.tensor([ids[:7]])).last_hidden_state[0, -1]
-    assert torch.allclose(features.named_K[0], alone, atol=1e-4)
-    assert torch.isfinite(features.final).all()
+def test_sampled_ids_stand_in_an_action_instead_of_its_text() -> None:
+    lines = [Line("a", "yes", True), Line("b", "no", True)]
+    borders = tokenise(lines, characters, [None, [900, 901, 902]])
+    assert borders.length_K == [1, 3]
+    named = borders.named_K[1]
+    assert borders.ids[named + 1 : named + 4] == [900, 901, 902]
+    assert "".join(map(chr, borders.ids[named + 4 :])) == SEPARATOR
+    assert "".join(map(chr, borders.ids[: borders.named_K[0] + 1])) == f"{SEPARATOR}a:"
