@@ -11,22 +11,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from marft_agents.errors import ConfigError
 from marft_agents.registry import durable
+from marft_agents.training.adam import adam_state, load_adam_state
 from marft_agents.training.adapters import adapter_state, load_adapter_state
-from marft_agents.training.advantages import ActionCredit, Credits
-from marft_agents.training.batch import Batch, TrainRow
-from marft_agents.training.effect import Before, best_and_worst
-from marft_agents.training.loop import Learner, UpdateReport, Work
+from marft_agents.training.loop import Learner
+from marft_agents.training.work_state import load_work, part, work_facts, work_tensors
 
 FORMAT = 1
 CHECKPOINTS = ".checkpoints"
@@ -35,8 +33,6 @@ LEARNER = ".learner"
 """In the registry's folder: Adam states and critic at the end of the last run."""
 _NAME = "checkpoint-"
 _STATE, _FACTS = "state.safetensors", "state.json"
-_RAGGED = ("prompt_ids", "token_ids", "behaviour_L", "advantage_L", "weight_L")
-_BY_ROW = ("old", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +97,17 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, facts, tensors)
 
 
+def remove(folder: Path) -> None:
+    """Delete one checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def carry_over(learner: Learner, saved: Checkpoint) -> None:
     """Adam states and critic of an earlier run for the adapters that go on from its versions."""
     for adapter in saved.facts["adapters"]:
         if adapter in learner.session.adapters:
-            _load_adam(learner, adapter, _part(saved.tensors, f"adam/{adapter}/"))
-    critic = _part(saved.tensors, "critic/")
+            load_adam_state(learner.trainer, adapter, part(saved.tensors, f"adam/{adapter}/"))
+    critic = part(saved.tensors, "critic/")
     if critic:
         learner.critics.load_state(critic)
 
@@ -120,7 +121,8 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for adapter in learner.session.adapters:
         for name, tensor in adapter_state(learner.session.model, adapter).items():
             tensors[f"adapter/{adapter}/{name}"] = tensor
-        tensors |= _adam(learner, adapter)
+        for name, tensor in adam_state(learner.trainer, adapter).items():
+            tensors[f"adam/{adapter}/{name}"] = tensor
     for adapter, state in learner.references.items():
         tensors |= {f"reference/{adapter}/{name}": tensor for name, tensor in state.items()}
     for name, tensor in learner.critics.state().items():
@@ -132,20 +134,9 @@ def learner_state(learner: Learner) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "work": None,
     }
     if learner.work is not None:
-        facts["work"] = _work_facts(learner.work)
-        tensors |= _work_tensors(learner.work)
+        facts["work"] = work_facts(learner.work)
+        tensors |= work_tensors(learner.work)
     return {k: v.clone().contiguous() for k, v in tensors.items()}, facts
-
-
-def _adam(learner: Learner, adapter: str) -> dict[str, Tensor]:
-    optimizer: Any = learner.trainer.optimizer
-    out: dict[str, Tensor] = {}
-    for name, parameter in learner.trainer.parameters_of(adapter):
-        plain = name.replace(f".{adapter}.", ".")
-        for key, value in (optimizer.state.get(parameter) or {}).items():
-            if isinstance(value, Tensor):
-                out[f"adam/{adapter}/{plain}/{key}"] = value.detach().cpu()
-    return out
 
 
 def load_learner(learner: Learner, saved: Checkpoint, *, fresh_optimizer: bool = False) -> None:
@@ -163,19 +154,19 @@ def load_learner(learner: Learner, saved: Checkpoint, *, fresh_optimizer: bool =
             f" {', '.join(sorted(learner.session.adapters))}; give the same logs and agents, or"
             " start again without --resume"
         )
-    states = {a: _part(saved.tensors, f"adapter/{a}/") for a in adapters}
-    critic = _part(saved.tensors, "critic/")
+    states = {a: part(saved.tensors, f"adapter/{a}/") for a in adapters}
+    critic = part(saved.tensors, "critic/")
     for adapter in adapters:
         _check_shapes(learner, adapter, states[adapter], saved)
     work = saved.facts.get("work")
     if work is not None:
-        learner.work = _load_work(learner, work, saved.tensors)
+        learner.work = load_work(learner, work, saved.tensors)
     for adapter in adapters:
         load_adapter_state(learner.session.model, adapter, states[adapter])
         if not fresh_optimizer:
-            _load_adam(learner, adapter, _part(saved.tensors, f"adam/{adapter}/"))
+            load_adam_state(learner.trainer, adapter, part(saved.tensors, f"adam/{adapter}/"))
         if adapter in learner.references:
-            learner.references[adapter] = _part(saved.tensors, f"reference/{adapter}/")
+            learner.references[adapter] = part(saved.tensors, f"reference/{adapter}/")
     if critic:
         learner.critics.load_state(critic)
     learner.guards.load_state(saved.facts["guards"])
@@ -202,132 +193,3 @@ def _check_shapes(
                 f" this run at rank {ranks[1]} ({name}); give rank {ranks[0]}, or start again"
                 " without --resume"
             )
-
-
-def _load_adam(learner: Learner, adapter: str, state: Mapping[str, Tensor]) -> None:
-    optimizer: Any = learner.trainer.optimizer
-    for name, parameter in learner.trainer.parameters_of(adapter):
-        plain = name.replace(f".{adapter}.", ".")
-        kept = {k.rsplit("/", 1)[1]: v for k, v in state.items() if k.rsplit("/", 1)[0] == plain}
-        if kept:
-            optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device).clone()
-                for key, value in kept.items()
-            }
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-# -- an update under way -----------------------------------------------------------------------
-
-
-def _ragged(name: str, rows: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-    whole = name.endswith("_ids")
-    flat = [x for row in rows for x in row]
-    return {
-        f"work/{name}": torch.tensor(flat, dtype=torch.int64 if whole else torch.float64),
-        f"work/{name}/lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-    }
-
-
-def _unragged(name: str, tensors: Mapping[str, Tensor]) -> list[list[Any]]:
-    lengths = tensors[f"work/{name}/lengths"].tolist()
-    return [part.tolist() for part in tensors[f"work/{name}"].split(lengths)]
-
-
-def _work_tensors(work: Work) -> dict[str, Tensor]:
-    out: dict[str, Tensor] = {}
-    for name in _RAGGED:
-        out |= _ragged(name, [getattr(row, name) for row in work.batch.rows])
-    for name in _BY_ROW:
-        values: dict[int, list[float]] = getattr(work.batch, name)
-        out |= _ragged(name, list(values.values()))
-    for adapter, meter in work.meters.items():
-        for name, tensor in meter.before.state.items():
-            out[f"before/{adapter}/{name}"] = tensor
-    for name, tensors in work.good.items():
-        for n, tensor in enumerate(tensors):
-            out[f"good/{n}/{name}"] = tensor.detach().cpu()
-    return out
-
-
-def _work_facts(work: Work) -> dict[str, Any]:
-    batch, credits = work.batch, work.credits
-    names = [f.name for f in dataclasses.fields(TrainRow) if f.name not in _RAGGED]
-    return {
-        "rows": [{name: getattr(row, name) for name in names} for row in batch.rows],
-        "batch": {
-            "objective": batch.objective,
-            "iteration": batch.iteration,
-            "order": batch.order,
-            "depends": list(batch.depends.items()),
-            "steps": list(batch.steps.items()),
-            "factor": list(batch.factor.items()),
-            "log_ratio": list(batch.log_ratio.items()),
-            **{name: list(getattr(batch, name)) for name in _BY_ROW},
-        },
-        "credits": None if credits is None else dataclasses.asdict(credits),
-        "report": dataclasses.asdict(work.report),
-        "mean_reward": work.mean_reward,
-        "position": work.position,
-        "step": work.step,
-        "sums": work.sums,
-        "before": {a: [m.before.good, m.before.bad] for a, m in work.meters.items()},
-    }
-
-
-def _load_work(learner: Learner, facts: dict[str, Any], tensors: Mapping[str, Tensor]) -> Work:
-    ragged = {name: _unragged(name, tensors) for name in _RAGGED}
-    rows = [
-        TrainRow(**plain, **{name: ragged[name][i] for name in _RAGGED})
-        for i, plain in enumerate(facts["rows"])
-    ]
-    saved = facts["batch"]
-    batch = Batch(
-        objective=saved["objective"],
-        iteration=saved["iteration"],
-        rows=rows,
-        order=saved["order"],
-        depends=dict(saved["depends"]),
-        steps=dict(saved["steps"]),
-        factor=dict(saved["factor"]),
-        log_ratio=dict(saved["log_ratio"]),
-        **{n: dict(zip(saved[n], _unragged(n, tensors), strict=True)) for n in _BY_ROW},
-    )
-    work = Work(
-        batch=batch,
-        credits=_load_credits(facts["credits"]),
-        report=UpdateReport(**facts["report"]),
-        mean_reward=facts["mean_reward"],
-        position=facts["position"],
-        step=facts["step"],
-        sums=facts["sums"],
-        good=_load_good(tensors),
-    )
-    learner.session.try_sharing(rows)
-    for adapter, (good, bad) in facts["before"].items():
-        before = Before(_part(tensors, f"before/{adapter}/"), good, bad)
-        mean = {i: rows[i].advantage for i in batch.rows_of(adapter)}
-        best, worst = best_and_worst(mean, learner.config.effect_turns)
-        work.meters[adapter] = learner.session.meter(
-            adapter, [rows[i] for i in best], [rows[i] for i in worst], before
-        )
-    return work
-
-
-def _load_good(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
-    out: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in _part(tensors, "good/").items():
-        n, _, plain = name.partition("/")
-        out.setdefault(plain, {})[int(n)] = tensor
-    return {name: tuple(parts[n] for n in sorted(parts)) for name, parts in out.items()}
-
-
-def _load_credits(saved: dict[str, Any] | None) -> Credits | None:
-    if saved is None:
-        return None
-    actions = [[ActionCredit(**action) for action in episode] for episode in saved["actions"]]
-    by_row = {name: {int(k): v for k, v in saved[name].items()} for name in ("advantage", "weight")}
-    return Credits(**{**saved, "actions": actions, **by_row})

@@ -49,6 +49,7 @@ def imitate(stages: Stages) -> None:
         share=session.share,
     )
     session.model.eval()
+    learner.trainer.metrics |= metrics
     for adapter in [a for a in work.meters if not any(n.startswith(f"{a}/") for n in metrics)]:
         del work.meters[adapter]
     work.report.metrics |= {n: v for n, v in metrics.items() if math.isfinite(v)}

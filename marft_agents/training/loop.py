@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import get_scheduler
 
 from marft_agents.credit import compound_factors
-from marft_agents.errors import ConfigError, NothingToLearn
+from marft_agents.errors import NothingToLearn
+from marft_agents.training.adam import give_back, snapshot
 from marft_agents.training.adapters import adapter_state, load_adapter_state
-from marft_agents.training.advantages import Credits, add_awr_weights, assign_credit
-from marft_agents.training.batch import Batch, TrainRow, make_batch
+from marft_agents.training.advantages import add_awr_weights, assign_credit
+from marft_agents.training.batch import TrainRow, make_batch
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.critics import Critics
 from marft_agents.training.dataset import TrainingSet
-from marft_agents.training.effect import Effect, EffectMeter, best_and_worst
+from marft_agents.training.effect import best_and_worst
 from marft_agents.training.guards import Guards, Tripped
 from marft_agents.training.progress import Progress
+from marft_agents.training.rates import block_size, epochs_of, rate_factor
 from marft_agents.training.schedule import (
     Block,
     depth_in_team,
@@ -42,50 +41,10 @@ from marft_agents.training.schedule import (
 )
 from marft_agents.training.session import Session
 from marft_agents.training.trainer import MarftTrainer
+from marft_agents.training.work import UpdateReport, Work
 
 Say = Callable[[str], None]
-Steps = Generator[Block, None, "UpdateReport"]
-
-
-@dataclass
-class UpdateReport:
-    """What one update did."""
-
-    iteration: int
-    objective: str
-    rows: dict[str, int] = field(default_factory=dict[str, int])
-    """Trained turns per adapter."""
-    seen: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """Per adapter: episodes, turns and sampled tokens that it had, trained or skipped."""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """``<adapter>/<name>``, means over the update's steps."""
-    effects: dict[str, Effect] = field(default_factory=dict[str, Effect])
-    stopped: dict[str, str] = field(default_factory=dict[str, str])
-    """Adapter to why its passes ended early."""
-    restored: str | None = None
-    """Why a guard gave back the state before the update; nothing was learned then."""
-    explained_variance: float | None = None
-
-
-@dataclass
-class Work:
-    """An update under way: its batch and how far it has come."""
-
-    batch: Batch
-    credits: Credits | None
-    report: UpdateReport
-    mean_reward: float
-    position: int = 0
-    """Of the adapter being updated, in the batch's order."""
-    step: int = 0
-    """Steps taken with that adapter."""
-    meters: dict[str, EffectMeter] = field(default_factory=dict[str, EffectMeter])
-    sums: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    good: dict[str, tuple[Tensor, ...]] = field(default_factory=dict[str, tuple[Tensor, ...]])
-
-    @property
-    def adapter(self) -> str:
-        return self.batch.adapters[self.position]
+Steps = Generator[Block, None, UpdateReport]
 
 
 class Learner:
@@ -209,7 +168,7 @@ class Learner:
         self.trainer.clip_scale = self.guards.clip_scale
         self._progress.start()
         if not work.good:
-            work.good = self._snapshot(work)
+            work.good = snapshot(self.trainer, work.batch.adapters)
         try:
             if work.report.restored is not None:
                 raise Tripped(work.report.restored)
@@ -218,7 +177,7 @@ class Learner:
                 yield from self._update_adapter(work)
                 work.position, work.step = work.position + 1, 0
         except Tripped as error:
-            self._give_back(work)
+            give_back(self.trainer, work.batch.adapters, work.good)
             work.report.restored = str(error)
             self.say(self.guards.trip(str(error)))
         else:
@@ -363,36 +322,6 @@ class Learner:
             at, total = sum(each[: work.position]) + work.step, sum(each)
         self.trainer.rate_factor = rate_factor(config, at, total)
 
-    def _snapshot(self, work: Work) -> dict[str, tuple[Tensor, ...]]:
-        """Everything an update can move: adapters and their Adam states."""
-        out: dict[str, tuple[Tensor, ...]] = {}
-        for adapter in work.batch.adapters:
-            for name, parameter in self.trainer.parameters_of(adapter):
-                out[name] = (parameter.detach().clone(), *_moments(self.trainer, parameter))
-        return out
-
-    def _give_back(self, work: Work) -> None:
-        optimizer: Any = self.trainer.optimizer
-        with torch.no_grad():
-            for adapter in work.batch.adapters:
-                for name, parameter in self.trainer.parameters_of(adapter):
-                    value, *moments = work.good[name]
-                    parameter.copy_(value)
-                    state = optimizer.state.get(parameter)
-                    if not state:
-                        continue
-                    if not moments:
-                        del optimizer.state[parameter]
-                        continue
-                    for key, moment in zip(sorted(state), moments, strict=True):
-                        state[key].copy_(moment)
-
-
-def _moments(trainer: MarftTrainer, parameter: torch.nn.Parameter) -> list[Tensor]:
-    optimizer: Any = trainer.optimizer
-    state = optimizer.state.get(parameter) or {}
-    return [state[key].detach().clone() for key in sorted(state)]
-
 
 def _seen(data: TrainingSet, rows: Sequence[int]) -> dict[str, int]:
     return {
@@ -428,41 +357,6 @@ def _no_ratio(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> str
         " nothing was changed. Record at a temperature above 0, without top-p and top-k, from a"
         " server with processed log-probabilities"
     )
-
-
-def block_size(config: MarftConfig) -> int:
-    """Rows of one optimizer step, all processes together."""
-    return (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-    )
-
-
-def epochs_of(config: MarftConfig, batch: Batch) -> float:
-    """Passes over an adapter's rows in one update."""
-    return float(config.update_epochs) if batch.iteration > 0 else config.num_train_epochs
-
-
-def rate_factor(config: MarftConfig, at: int, total: int) -> float:
-    """Factor of the step size at a step (or round) of ``total``, by ``lr_scheduler_type``.
-
-    Raises:
-        ConfigError: for a schedule that is no function of the step.
-    """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    try:
-        schedule = get_scheduler(
-            config.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=config.get_warmup_steps(total),
-            num_training_steps=total,
-            scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
-        )
-        return float(schedule.lr_lambdas[0](at))  # pyright: ignore[reportAttributeAccessIssue] those without it are refused below
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(
-            f"lr_scheduler_type {config.lr_scheduler_type!s} is refused:"
-            f" {str(error).splitlines()[0]}"
-        ) from error
 
 
 def rows_by_adapter(

@@ -145,7 +145,7 @@ class MarftTrainer(BaseTrainer):
     # -- what the loop asks for ------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
+        return SequentialSampler(_Slots())
 
     def create_optimizer(self, model: Any = None) -> Any:
         """AdamW over every adapter, a parameter group (with and without decay) each."""
@@ -169,8 +169,8 @@ class MarftTrainer(BaseTrainer):
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Step sizes are set by each step; the loop's own schedule stands still."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(self.optimizer, lambda _: 1.0)  # pyright: ignore[reportArgumentType] set by the loop
+        optimizer: Any = self.optimizer
+        self.lr_scheduler = LambdaLR(optimizer, lambda _: 1.0)
         return self.lr_scheduler
 
     @property
@@ -280,7 +280,7 @@ class MarftTrainer(BaseTrainer):
         """
         if self.accelerator.num_processes == 1:
             return dict(facts)
-        gathered: list[Any] = [None] * self.accelerator.num_processes
+        gathered: Any = [None] * self.accelerator.num_processes
         torch.distributed.all_gather_object(gathered, dict(facts))
         flat = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float()
