@@ -94,8 +94,10 @@ class Collected:
         """Runs that ended well and recorded nothing."""
         return [o for o in self.outcomes if o.failure is None and not o.episode_ids]
 
-    def require_episodes(self) -> None:
-        """Stop where nothing can be learned from any further run either.
+    def require_episodes(self, *, elsewhere: bool = False) -> None:
+        """Stop where no further run can be of use either.
+
+        ``elsewhere``: the log holds episodes that began outside of any run's context.
 
         Raises:
             TrainingError: every run failed, or none recorded an episode.
@@ -103,7 +105,7 @@ class Collected:
         failed = self.failed
         if self.outcomes and len(failed) == len(self.outcomes):
             raise TrainingError(f"all {len(failed)} runs failed: {'; '.join(failures(failed))}")
-        if self.outcomes and not any(outcome.episode_ids for outcome in self.outcomes):
+        if not elsewhere and self.outcomes and not any(o.episode_ids for o in self.outcomes):
             raise TrainingError(
                 f"{len(self.without_episode)} runs ended without recording an episode: wrap the"
                 " team inside run with the recorder it was given (each iteration has its own):"
