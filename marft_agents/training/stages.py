@@ -52,7 +52,9 @@ class Source(Protocol):
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: Mapping[str, Any]) -> None: ...
     @property
-    def has_signal(self) -> bool: ...
+    def signal(self) -> bool:
+        """Whether the latest iteration has something to learn from."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Stages:
         work = self.learner.work
         if work is None:
             self.say("")
-            self.say(f"round {iteration} of {self.config.iterations}")
+            self.say(f"iteration {iteration} of {self.config.iterations}")
             work = self._collect(online, iteration)
         facts: dict[str, float] = {}
         if work is not None:
@@ -183,11 +185,10 @@ class Stages:
             data = online.source.collect(iteration, self._current())
             for line in online.source.lines():
                 self.say(line)
-            signal = online.source.has_signal
-            self._round_facts = {f"online/{n}".replace("online/online/", "online/"): v
-                                 for n, v in online.source.metrics().items()}  # fmt: skip
+            signal = online.source.signal
+            self._round_facts = online.source.metrics()
         data, signal, self._round_facts = session.from_main((data, signal, self._round_facts))
-        why = "no signal in this round's rewards"
+        why = "no signal in the rewards"
         if data is not None and signal:
             self._add_roles(data)
             by_adapter = rows_by_adapter(data, self.roles, session.adapters)
@@ -208,10 +209,10 @@ class Stages:
         self.idle += 1
         if self.idle >= IDLE_ROUNDS:
             raise NothingToLearn(
-                f"{self.idle} rounds in a row taught nothing, last: {why}. The versions published"
+                f"{self.idle} iterations in a row taught nothing, last: {why}. The versions published"
                 " so far stay. Give tasks of mixed outcome, or a higher temperature"
             )
-        self.say(f"nothing to learn in round {iteration}: {why}; going on")
+        self.say(f"nothing to learn in iteration {iteration}: {why}; going on")
         return None
 
     def _add_roles(self, data: TrainingSet) -> None:
