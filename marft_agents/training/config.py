@@ -17,6 +17,7 @@ from marft_agents.credit import NORMALISATIONS
 from marft_agents.errors import ConfigError
 from marft_agents.registry import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGET_MODULES
 from marft_agents.training._trl import BaseConfig
+from marft_agents.training.options import refuse_managed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OFFLINE_METHODS = ("awr", "ppo", "sft", "kto", "dpo", "none")
@@ -192,6 +193,7 @@ class MarftConfig(BaseConfig):
             raise ConfigError(f"a setting was refused: {str(error).splitlines()[0]}") from error
 
     def _check(self) -> None:
+        refuse_managed(self)
         for name in ("gamma", "lam", "gamma_w", "lam_w", "replay_share"):
             self._must(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         self._must("awr_skip_share", 0 <= self.awr_skip_share < 1, "from 0 to below 1")

@@ -19,16 +19,30 @@ import yaml
 
 from marft_agents.errors import ConfigError
 
+_HUB = "nothing; publish an adapter folder with the hub's own tools"
+_COMPARE = "nothing; compare the served versions on held-out tasks instead"
+_LAUNCH = "torchrun: every process holds the base model, and the turns are dealt out to them"
 MANAGED = {
     "output_dir": "--output",
-    "max_steps": "num_train_epochs",
+    "max_steps": "num_train_epochs (logs), iterations and update_epochs (online)",
+    "resume_from_checkpoint": "--resume, from Python finetune(..., resume=True)",
     "remove_unused_columns": "nothing; rows have no columns",
-    "resume_from_checkpoint": "nothing; it is not supported here",
-    "push_to_hub": "nothing; publish an adapter folder with the hub's own tools",
-    "eval_strategy": "nothing; compare the served versions on held-out tasks instead",
-    "deepspeed": "nothing; training is one process",
-    "fsdp": "nothing; training is one process",
-    "parallelism_config": "nothing; training is one process",
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "eval_strategy": _COMPARE,
+    "eval_on_start": _COMPARE,
+    "load_best_model_at_end": "marft-agents swap, which goes back to any version",
+    "auto_find_batch_size": "pack_tokens, which bounds what a pass holds",
+    "per_device_eval_batch_size": _COMPARE,
+    "fp16": "dtype, the type of the base's weights; adapters are float32",
+    "neftune_noise_alpha": "nothing; noise would change the recorded policy",
+    "label_smoothing_factor": "nothing; a smoothed loss is none of these objectives",
+    "use_liger_kernel": "nothing; turns are scored in packs of their own",
+    "optim_target_modules": "lora_target_modules",
+    "data_seed": "seed",
+    "deepspeed": _LAUNCH,
+    "fsdp": _LAUNCH,
+    "parallelism_config": _LAUNCH,
 }
 """Fields that the command itself sets, and what to use in their place."""
 
@@ -93,6 +107,19 @@ def merge(config: type[Any], layers: Sequence[tuple[str, Mapping[str, Any]]]) ->
                 raise ConfigError(f"{where}: unknown setting {key!r}{hint}")
             out[key] = coerce(value, hints[key], f"{where}: {key}")
     return out
+
+
+def refuse_managed(config: Any) -> None:
+    """Refuse a configuration made in Python that sets what would have no effect.
+
+    Raises:
+        ConfigError: naming the field and what to use.
+    """
+    for field in dataclasses.fields(config):
+        if field.name == "output_dir" or field.name not in MANAGED:
+            continue
+        if getattr(config, field.name) not in (None, False, field.default):
+            raise ConfigError(f"{field.name} is not set here; use {MANAGED[field.name]}")
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:

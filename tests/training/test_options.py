@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
         ({"agents": ["a"]}, "must be a mapping"),
         ({"seed": None}, "seed has no value"),
         ({"output_dir": "x"}, "use --output"),
-        ({"max_steps": 3}, "use num_train_epochs"),
+        ({"max_steps": 3}, r"use num_train_epochs \(logs\), iterations and update_epochs"),
+        ({"resume_from_checkpoint": "x"}, "use --resume"),
+        ({"fsdp": "full_shard"}, "use torchrun"),
         ({"gamma": 1.5}, "gamma is 1.5; it must be between 0 and 1"),
         ({"awr_temperature": 0}, "awr_temperature is 0.0; it must be above 0"),
         ({"normalise": "batch"}, "normalise is 'batch'; it must be one of"),
@@ -53,12 +56,35 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
         ({"seed": -1}, "seed is -1; it must be between 0"),
         ({"seed": 2**32}, "it must be between 0 and 4294967295"),
         ({"eval_strategy": "steps"}, "eval_strategy is not set here"),
-        ({"deepspeed": "zero3.json"}, "training is one process"),
+        ({"deepspeed": "zero3.json"}, "use torchrun"),
     ],
 )
 def test_what_is_wrong_with_a_setting_is_said(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"resume_from_checkpoint": True}, r"finetune\(..., resume=True\)"),
+        ({"max_steps": 5}, "num_train_epochs"),
+        ({"eval_strategy": "epoch"}, "held-out tasks"),
+        ({"load_best_model_at_end": True}, "marft-agents swap"),
+        ({"fsdp": "full_shard"}, "torchrun"),
+        ({"remove_unused_columns": True}, "rows have no columns"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_from_python_too(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(values))} is not set here.*{message}"):
+        MarftConfig(use_cpu=True, **values)
+
+
+def test_a_configuration_can_be_made_from_another() -> None:
+    made = dataclasses.replace(build(gamma=0.5), lam=0.5)
+    assert (made.gamma, made.lam) == (0.5, 0.5)
 
 
 def test_assignments_are_read_as_yaml() -> None:
