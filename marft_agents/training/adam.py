@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marft_agents.training.adapters import plain_name
 from marft_agents.training.trainer import MarftTrainer
 
 Snapshot = dict[str, tuple[Tensor, ...]]
@@ -51,7 +52,7 @@ def adam_state(trainer: MarftTrainer, adapter: str) -> dict[str, Tensor]:
     optimizer: Any = trainer.optimizer
     out: dict[str, Tensor] = {}
     for name, parameter in trainer.parameters_of(adapter):
-        plain = name.replace(f".{adapter}.", ".")
+        plain = plain_name(name, adapter)
         for key, value in (optimizer.state.get(parameter) or {}).items():
             if isinstance(value, Tensor):
                 out[f"{plain}/{key}"] = value.detach().cpu()
@@ -66,7 +67,7 @@ def load_adam_state(trainer: MarftTrainer, adapter: str, state: Mapping[str, Ten
         plain, _, key = name.rpartition("/")
         by_tensor.setdefault(plain, {})[key] = value
     for name, parameter in trainer.parameters_of(adapter):
-        kept = by_tensor.get(name.replace(f".{adapter}.", "."))
+        kept = by_tensor.get(plain_name(name, adapter))
         if kept:
             optimizer.state[parameter] = {
                 key: value.clone() if key == "step" else value.to(parameter.device).clone()

@@ -7,6 +7,7 @@ use, or a fresh one with B = 0), so training starts from exactly what is served.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,19 @@ def start_folder(
     )
 
 
+def is_of(name: str, adapter: str) -> bool:
+    """Whether a parameter is the adapter's: its name stands behind ``lora_A`` and the like.
+
+    A module of the base may be called like an adapter; its parameters are not the adapter's.
+    """
+    return plain_name(name, adapter) != name
+
+
+def plain_name(name: str, adapter: str) -> str:
+    """The parameter's name in a PEFT file, which names no adapter."""
+    return re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
+
+
 def load_adapter_state(model: PeftModel, adapter: str, state: Mapping[str, Tensor]) -> None:
     """Put an adapter's tensors back, in place: the optimizer goes on holding the same ones.
 
@@ -130,9 +144,9 @@ def load_adapter_state(model: PeftModel, adapter: str, state: Mapping[str, Tenso
         AdapterError: when names or shapes are not this adapter's; nothing is changed then.
     """
     own = {
-        name.replace(f".{adapter}.", "."): parameter
+        plain_name(name, adapter): parameter
         for name, parameter in model.named_parameters()
-        if f".{adapter}." in name
+        if is_of(name, adapter)
     }
     if set(own) != set(state):
         odd = sorted(set(own) ^ set(state))

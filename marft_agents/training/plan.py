@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,11 @@ from marft_agents.registry import (
 )
 from marft_agents.schema import BaseModelInfo, served_name
 from marft_agents.training.dataset import TrainingSet, TurnRow, highest_token, too_long
-from marft_agents.training.roles import UNTRAINED_ROLES, resolve_adapters
+from marft_agents.training.roles import (
+    UNTRAINED_ROLES,
+    check_adapter_settings,
+    resolve_adapters,
+)
 from marft_agents.training.signal import require_signal
 
 
@@ -107,8 +111,12 @@ def make_plan(
     new: Callable[[str], NewAdapter],
     max_length: int | None,
     limits: ServerLimits,
+    settings: Iterable[str] = (),
 ) -> Plan:
-    """Decide what is trained; ``new`` gives the shape of an adapter that does not exist yet.
+    """Decide what is trained.
+
+    ``new`` gives the shape of an adapter that does not exist yet; ``settings`` are the adapters
+    that the configuration has settings for.
 
     Raises:
         ConfigError: an agent or a module name is wrong.
@@ -120,6 +128,7 @@ def make_plan(
     roles = resolve_adapters(
         {row.agent for row in data.rows}, agents, recorded=data.agents, published=published
     )
+    check_adapter_settings(settings, [*roles.values(), *published])
     require_signal(data)
     limit = max_length or context_length(model_dir) or 1 << 30
     by_adapter = _rows_by_adapter(data, roles, base, limit)

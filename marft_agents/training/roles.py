@@ -47,6 +47,28 @@ def resolve_adapters(
     return {**implied, **mapping}
 
 
+def check_adapter_settings(settings: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse settings of an adapter that is not there.
+
+    Args:
+        settings: the keys of ``adapters:``.
+        known: adapters that the run may train.
+
+    Raises:
+        ConfigError: naming the nearest adapter.
+    """
+    names = sorted(set(known) - set(UNTRAINED_ROLES))
+    for adapter in settings:
+        if adapter in names:
+            continue
+        near = get_close_matches(adapter, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"`adapters:` has settings of {adapter!r}, which is no adapter of this run"
+            f" (known: {', '.join(names) or 'none'}){hint}"
+        )
+
+
 def _check_known(agent: str, adapter: object, recorded: list[str], published: list[str]) -> None:
     if not isinstance(adapter, str):
         raise ConfigError(

@@ -33,6 +33,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.training._trl import BaseTrainer
+from marft_agents.training.adapters import is_of
 from marft_agents.training.batch import Batch
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.objective import PackLoss, Scale, awr_pack, ppo_pack
@@ -179,12 +180,12 @@ class MarftTrainer(BaseTrainer):
 
     def parameters_of(self, adapter: str) -> list[tuple[str, torch.nn.Parameter]]:
         """Name and parameter of every tensor of one adapter."""
-        return [(n, p) for n, p in self._peft.named_parameters() if f".{adapter}." in n]
+        return [(n, p) for n, p in self._peft.named_parameters() if is_of(n, adapter)]
 
     def _activate(self, adapter: str) -> None:
         peft = self._peft
         if peft.active_adapters != [adapter] or any(
-            parameter.requires_grad != (f".{adapter}." in name)
+            parameter.requires_grad != is_of(name, adapter)
             for name, parameter in peft.named_parameters()
             if ".lora_" in name
         ):

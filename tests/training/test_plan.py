@@ -61,8 +61,10 @@ def plan(
     *,
     agents: dict[str, str] | None = None,
     new: NewAdapter = NEW,
+    shapes: dict[str, NewAdapter] | None = None,
     max_length: int | None = None,
     limits: ServerLimits = LIMITS,
+    settings: tuple[str, ...] = (),
 ) -> Plan:
     return make_plan(
         read_training_set(episodes),
@@ -70,9 +72,10 @@ def plan(
         base=describe_base(model_dir),
         model_dir=model_dir,
         agents=agents or {},
-        new=new,
+        new=lambda adapter: (shapes or {}).get(adapter, new),
         max_length=max_length,
         limits=limits,
+        settings=settings,
     )
 
 
@@ -276,6 +279,51 @@ def test_modules_that_the_server_would_drop_are_refused(model_dir: Path, tmp_pat
     with pytest.raises(AdapterError, match=r"trains v_proj.*--target-modules k_proj,q_proj,v"):
         plan(MIXED, model_dir, tmp_path, limits=narrow)
     assert plan(MIXED, model_dir, tmp_path, limits=ServerLimits(16, ["q_proj", "v_proj"]))
+
+
+def test_each_new_adapter_has_a_shape_of_its_own(model_dir: Path, tmp_path: Path) -> None:
+    team = ("planner", "coder")
+    made = plan(
+        [episode("a", 0.0, team), episode("b", 1.0, team)],
+        model_dir,
+        tmp_path,
+        shapes={"coder": NewAdapter(8, 16, ["q_proj"])},
+        settings=("coder",),
+    )
+    assert [(a.adapter, a.rank) for a in made.adapters] == [("coder", 8), ("planner", 4)]
+    with pytest.raises(AdapterError, match="new adapter coder: r is 24"):
+        plan(
+            [episode("a", 0.0, team), episode("b", 1.0, team)],
+            model_dir,
+            tmp_path,
+            shapes={"coder": NewAdapter(24, 16, ["q_proj"])},
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("planer",),
+            r"`adapters:` has settings of 'planer'.*known: planner, poet\); did you mean",
+        ),
+        (("external",), "'external', which is no adapter of this run"),
+        (("judge",), "'judge', which is no adapter of this run"),
+    ],
+)
+def test_settings_of_an_adapter_that_is_not_there_are_refused(
+    settings: tuple[str, ...], message: str, model_dir: Path, tmp_path: Path
+) -> None:
+    publish_untrained(tmp_path / "adapters", model_dir, ("poet",))
+    team = ("planner", "judge")
+    with pytest.raises(ConfigError, match=message):
+        plan(
+            [episode("a", 0.0, team), episode("b", 1.0, team)],
+            model_dir,
+            tmp_path / "adapters",
+            agents={"judge": "external"},
+            settings=settings,
+        )
 
 
 def test_an_unknown_target_module_is_refused(model_dir: Path, tmp_path: Path) -> None:
