@@ -94,7 +94,10 @@ def program() -> str:
 
 
 def changed_settings(config: MarftConfig) -> dict[str, Any]:
-    """What repeats a run of this version: the seed, and what differs from the defaults."""
+    """What repeats a run of this version: the seed, and what differs from the defaults.
+
+    Not while a trainer is at work: making a configuration resets the loop's device state.
+    """
     default = MarftConfig(use_cpu=config.use_cpu)
     names = {f.name for f in dataclasses.fields(MarftConfig)} - {"output_dir", "use_cpu", "seed"}
     changed = {

@@ -35,6 +35,7 @@ from marft_agents.training.plan import (
     make_plan,
 )
 from marft_agents.training.preflight import plan_lines, reading_lines
+from marft_agents.training.publish import changed_settings
 from marft_agents.training.results import FinetuneResult
 from marft_agents.training.session import Session
 from marft_agents.training.stages import SINGLE_ADAPTER, Online, Stages
@@ -86,10 +87,11 @@ def finetune(
         say = _silent
     registry = Registry(output)
     base, model_dir = describe_base(model), resolve_model_dir(model)
-    saved = _newest(registry, base, config) if resume else None
+    settings = changed_settings(config)
+    saved = _newest(registry, base, settings) if resume else None
     limits = limits or ServerLimits(config.max_lora_rank)
-    reader = LogReader(*logs)
-    plan = _plan_of_logs(reader, registry, base, model_dir, config, reward, limits, online, say)
+    reader = _reader(logs, config, online, say)
+    plan = _plan_of_logs(reader, registry, base, model_dir, config, reward, limits, say)
     if dry_run:
         return None
     registry.require_writable()
@@ -98,8 +100,8 @@ def finetune(
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         stages = _stages(
-            plan, registry, base, model_dir, config, Path(scratch), online,
-            [str(path) for path in reader.files], say,
+            plan, registry, base, model_dir, config, settings, Path(scratch), online,
+            [] if reader is None else [str(path) for path in reader.files], say,
         )  # fmt: skip
         return _run(stages, saved, fresh_optimizer, say)
 
@@ -111,25 +113,40 @@ def _silent(_line: str) -> None:
 # -- what there is to do -----------------------------------------------------------------------
 
 
+def _reader(
+    logs: Sequence[str | Path], config: MarftConfig, online: Online | None, say: Say
+) -> LogReader | None:
+    """The recorded events; ``None`` when the run starts online.
+
+    Raises:
+        LogError: when there are none and nothing will make some.
+    """
+    if config.offline == "none":
+        if online is None:
+            raise ConfigError("offline: none leaves nothing to do without --online")
+        say("no stage on logs (offline: none)")
+        return None
+    if online is None:
+        return LogReader(*logs)
+    there = [path for path in logs if Path(path).is_file() or any(Path(path).rglob("*.jsonl"))]
+    if not there:
+        say(f"{', '.join(map(str, logs))}: no recorded events yet, so the run starts online")
+        return None
+    return LogReader(*there)
+
+
 def _plan_of_logs(
-    reader: LogReader,
+    reader: LogReader | None,
     registry: Registry,
     base: BaseModelInfo,
     model_dir: Path,
     config: MarftConfig,
     reward: RewardFunction | None,
     limits: ServerLimits,
-    online: Online | None,
     say: Say,
 ) -> Plan | None:
-    """The plan of the stage on logs; ``None`` when the run starts online."""
-    if config.offline == "none":
-        if online is None:
-            raise ConfigError("offline: none leaves nothing to do without --online")
-        say("no stage on logs (offline: none)")
-        return None
-    if online is not None and not reader.files:
-        say("the logs are empty: starting online, from scratch")
+    """The plan of the stage on logs."""
+    if reader is None:
         return None
     text = _text_renderer(model_dir) if config.offline == "sft" else None
     tally = None if reward is None else ScoreTally()
@@ -190,6 +207,7 @@ def _stages(
     base: BaseModelInfo,
     model_dir: Path,
     config: MarftConfig,
+    settings: Mapping[str, Any],
     scratch: Path,
     online: Online | None,
     logs: list[str],
@@ -222,7 +240,16 @@ def _stages(
     }
     learner = Learner(Session(model_dir, folders, config, say), config, say)
     return Stages(
-        learner, registry, base, config, scratch, plan=plan, online=online, logs=logs, say=say
+        learner,
+        registry,
+        base,
+        config,
+        scratch,
+        settings=settings,
+        plan=plan,
+        online=online,
+        logs=logs,
+        say=say,
     )
 
 
@@ -308,7 +335,9 @@ def _carry_over(stages: Stages, say: Say) -> None:
 # -- resuming ----------------------------------------------------------------------------------
 
 
-def _newest(registry: Registry, base: BaseModelInfo, config: MarftConfig) -> checkpoint.Checkpoint:
+def _newest(
+    registry: Registry, base: BaseModelInfo, settings: Mapping[str, Any]
+) -> checkpoint.Checkpoint:
     """The checkpoint to go on from.
 
     Raises:
@@ -328,19 +357,15 @@ def _newest(registry: Registry, base: BaseModelInfo, config: MarftConfig) -> che
             f"--resume: the checkpoint {saved.folder} is of the base {was['name']}"
             f" ({was['fingerprint'][:12]}), and --model is {base.name} ({base.fingerprint[:12]})"
         )
-    _same_settings(saved, config)
+    _same_settings(saved, settings)
     return saved
 
 
-def _same_settings(saved: checkpoint.Checkpoint, config: MarftConfig) -> None:
-    from marft_agents.training.publish import changed_settings
-
-    before, now = saved.facts["settings"], changed_settings(config)
-    default = MarftConfig(use_cpu=config.use_cpu)
+def _same_settings(saved: checkpoint.Checkpoint, now: Mapping[str, Any]) -> None:
+    before: dict[str, Any] = saved.facts["settings"]
     for name in sorted({*before, *now} - _MAY_CHANGE):
-        was = before.get(name, getattr(default, name))
-        is_now = now.get(name, getattr(default, name))
-        if name == "lora_target_modules":
+        was, is_now = (side.get(name, "the default") for side in (before, now))
+        if name == "lora_target_modules" and isinstance(was, list) and isinstance(is_now, list):
             was, is_now = sorted(was), sorted(is_now)
         if was != is_now:
             raise ConfigError(

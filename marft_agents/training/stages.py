@@ -25,7 +25,6 @@ from marft_agents.training.plan import Plan
 from marft_agents.training.preflight import table
 from marft_agents.training.publish import (
     Trained,
-    changed_settings,
     program,
     publish_all,
     write_lines,
@@ -77,6 +76,7 @@ class Stages:
         config: MarftConfig,
         scratch: Path,
         *,
+        settings: Mapping[str, Any],
         plan: Plan | None,
         online: Online | None,
         logs: list[str],
@@ -84,7 +84,7 @@ class Stages:
     ) -> None:
         self.learner, self.registry, self.base, self.config = learner, registry, base, config
         self.plan, self.online, self.say = plan, online, say
-        self.scratch, self._logs = scratch, logs
+        self.scratch, self._logs, self._settings = scratch, logs, dict(settings)
         self.offline_done = plan is None
         self.iteration = 1
         self.idle = 0
@@ -209,8 +209,8 @@ class Stages:
         self.idle += 1
         if self.idle >= IDLE_ROUNDS:
             raise NothingToLearn(
-                f"{self.idle} iterations in a row taught nothing, last: {why}. The versions published"
-                " so far stay. Give tasks of mixed outcome, or a higher temperature"
+                f"{self.idle} iterations in a row taught nothing, last: {why}. The versions"
+                " published so far stay. Give tasks of mixed outcome, or a higher temperature"
             )
         self.say(f"nothing to learn in iteration {iteration}: {why}; going on")
         return None
@@ -332,7 +332,7 @@ class Stages:
                 if name.startswith(prefix)
             },
             "program": program(),
-            "settings": changed_settings(self.config),
+            "settings": self._settings,
             "logs": logs,
             "round": batch.iteration,
         }
@@ -393,7 +393,7 @@ class Stages:
         """Where the run is, as JSON."""
         return {
             "base": {"name": self.base.name, "fingerprint": self.base.fingerprint},
-            "settings": changed_settings(self.config),
+            "settings": self._settings,
             "offline_done": self.offline_done,
             "iteration": self.iteration,
             "idle": self.idle,
