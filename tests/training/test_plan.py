@@ -291,7 +291,7 @@ def test_each_new_adapter_has_a_shape_of_its_own(model_dir: Path, tmp_path: Path
         settings=("coder",),
     )
     assert [(a.adapter, a.rank) for a in made.adapters] == [("coder", 8), ("planner", 4)]
-    with pytest.raises(AdapterError, match="new adapter coder: .*r is 24"):
+    with pytest.raises(AdapterError, match=r"new adapter coder: .*r is 24"):
         plan(
             [episode("a", 0.0, team), episode("b", 1.0, team)],
             model_dir,
