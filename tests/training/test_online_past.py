@@ -103,7 +103,7 @@ def test_fresh_enough_episodes_are_replayed_as_groups_of_their_own(tmp_path: Pat
 
 def test_no_task_is_replayed_twice_in_one_iteration(tmp_path: Path) -> None:
     with make_source(tmp_path, App(parity), make_tasks(2), replay_share=1.0) as source:
-        for iteration in range(1, 5):
+        for iteration in range(1, 9):
             data = source.collect(iteration, CURRENT)
             groups = set(_replayed(data))
             names = {name.split(" of ")[0] for name in groups}

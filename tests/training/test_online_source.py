@@ -60,6 +60,7 @@ def test_every_number_is_said_and_tracked(tmp_path: Path) -> None:
         tmp_path, App(score), make_tasks(2), group_size=4, episodes_per_iteration=8
     ) as source:
         source.collect(1, CURRENT)
+    assert source.report.no_number == {}
     metrics = source.metrics()
     assert metrics.pop("online/seconds") >= 0
     assert metrics == {

@@ -233,8 +233,8 @@ def test_a_slow_run_is_stopped_and_its_episode_fails(tmp_path: Path) -> None:
                 await asyncio.Event().wait()
         return 1.0
 
-    with _recorder(tmp_path) as recorder:
-        collected = _collect(run, ["fast", "slow"], recorder, timeout=0.05)
+    with _recorder(tmp_path) as recorder, asyncio.Runner() as runner:
+        collected = _collect(run, ["fast", "slow"], recorder, timeout=0.05, runner=runner)
         episodes = _episodes(tmp_path, recorder)
     assert [o.returned for o in collected.outcomes] == [1.0, None]
     assert failures(collected.failed) == ["1 timeout (first, task 't1': took longer than 0.05 s)"]
