@@ -1,8 +1,9 @@
 """Episodes to rows: one row per trainable turn.
 
-Invariant: a row holds the token ids that the engine used and sampled, as recorded; text is never
-encoded again to get them. Everything left out is counted under its reason. Messages are dropped
-while reading, so memory grows with tokens and not with the square of the chat's length.
+Invariant: a row holds the token ids that the engine used and sampled, as recorded. Only when a
+renderer is given (supervised training on logs of text) are missing ids made from text, and such a
+row says so. Everything left out is counted under its reason. Messages are dropped while reading, so
+memory grows with tokens and not with the square of the chat's length.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from marft_agents.credit import dependency_order, is_action, place_rewards
 from marft_agents.errors import LogError
 from marft_agents.schema import Episode, Turn
+from marft_agents.training.textlogs import CannotRender, TextRenderer
 from marft_agents.training.transcript import Line, transcript_lines
+
+_NO_LOGPROBS = "no log-probabilities were recorded"
+_FROM_TEXT = "its token ids were made from text"
 
 
 @dataclass(frozen=True)
@@ -96,20 +101,24 @@ class TrainingSet:
     notes: Counter[str] = field(default_factory=Counter[str])
 
 
-def read_training_set(episodes: Iterable[Episode]) -> TrainingSet:
-    """Rows of every usable episode, in the order given."""
+def read_training_set(episodes: Iterable[Episode], text: TextRenderer | None = None) -> TrainingSet:
+    """Rows of every usable episode, in the order given.
+
+    With ``text``, for supervised training alone, turns without ids get them from their text, and
+    turns without log-probabilities are rows too (their ``logprobs`` are empty).
+    """
     data = TrainingSet()
     for episode in episodes:
         data.episodes_read += 1
         for turn in episode.turns:
             data.agents[turn.agent] = data.agents.get(turn.agent, 0) + 1
-        reason = episode.untrainable_reason or _add(data, episode)
+        reason = episode.untrainable_reason or _add(data, episode, text)
         if reason is not None:
             data.left_out_episodes[reason.split(" (", 1)[0]] += 1
     return data
 
 
-def _add(data: TrainingSet, episode: Episode) -> str | None:
+def _add(data: TrainingSet, episode: Episode, text: TextRenderer | None) -> str | None:
     """Add one scored episode; returns why it cannot be used after all."""
     try:
         order = dependency_order(episode.turns)
@@ -138,13 +147,53 @@ def _add(data: TrainingSet, episode: Episode) -> str | None:
         truncated=episode.ended is not None and episode.ended.reason == "truncated",
         lines=transcript_lines(episode, order),
     )
-    number = len(data.episodes)
-    data.episodes.append(view)
+    place = {id(t): k for k, t in enumerate(actions)}
+    rows: dict[int, TurnRow] = {}
     for turn in episode.turns:
-        if turn.untrainable_reason is not None:
-            data.left_out_turns[turn.agent, turn.untrainable_reason] += 1
-    data.rows += [_row(t, number, k) for k, t in enumerate(actions) if t.trainable]
+        k = place.get(id(turn))
+        made = turn.untrainable_reason if k is None else _made(data, turn, k, text)
+        if isinstance(made, TurnRow):
+            rows[made.k] = made
+        elif made is not None:
+            data.left_out_turns[turn.agent, made] += 1
+    data.episodes.append(view)
+    data.rows += [rows[k] for k in sorted(rows)]
     return None
+
+
+def _made(data: TrainingSet, turn: Turn, k: int, text: TextRenderer | None) -> TurnRow | str:
+    """The row of an action of the next episode, or why there is none."""
+    number = len(data.episodes)
+    reason = turn.untrainable_reason
+    if reason is None:
+        return _row(turn, number, k)
+    complete = turn.prompt_token_ids and turn.token_ids and turn.logprobs is not None
+    if text is None or complete:
+        return reason
+    known = turn.prompt_token_ids or [0], turn.token_ids or [0]
+    other = _with_ids(turn, *known).untrainable_reason
+    if other is not None:
+        return other
+    try:
+        rendered = text.render(turn)
+    except CannotRender as error:
+        return str(error)
+    data.notes.update(rendered.odd)
+    why = _FROM_TEXT if rendered.from_text else _NO_LOGPROBS
+    row = _row(_with_ids(turn, rendered.prompt_ids, rendered.token_ids), number, k)
+    return replace(
+        row,
+        logprobs=array("d"),
+        incomparable=why,
+        off_policy=why,
+        from_text=rendered.from_text,
+    )
+
+
+def _with_ids(turn: Turn, prompt_ids: list[int], token_ids: list[int]) -> Turn:
+    """The turn as if these ids had been recorded, to ask what else speaks against it."""
+    ids = {"prompt_token_ids": prompt_ids, "token_ids": token_ids}
+    return turn.model_copy(update={**ids, "logprobs": [0.0] * len(token_ids)})
 
 
 def _row(turn: Turn, episode: int, k: int) -> TurnRow:
