@@ -37,6 +37,7 @@ from marft_agents.training.plan import (
 from marft_agents.training.preflight import plan_lines, reading_lines
 from marft_agents.training.publish import changed_settings
 from marft_agents.training.results import FinetuneResult
+from marft_agents.training.roles import check_adapter_settings
 from marft_agents.training.session import Session
 from marft_agents.training.stages import SINGLE_ADAPTER, Online, Stages
 
@@ -128,7 +129,7 @@ def _reader(
         return None
     if online is None:
         return LogReader(*logs)
-    there = [path for path in logs if Path(path).is_file() or any(Path(path).rglob("*.jsonl"))]
+    there = [path for path in logs if Path(path).is_file() or any(Path(path).glob("*.jsonl"))]
     if not there:
         say(f"{', '.join(map(str, logs))}: no recorded events yet, so the run starts online")
         return None
@@ -165,6 +166,7 @@ def _plan_of_logs(
         new=lambda adapter: new_adapter(config, adapter),
         max_length=config.max_length,
         limits=limits,
+        settings=config.adapters,
     )
     for line in plan_lines(plan):
         say(line)
@@ -226,6 +228,8 @@ def _stages(
             f"no adapter to train: {registry.root} has none and there are no logs. Start"
             " `marft-agents serve` with --agents first; it publishes untrained ones"
         )
+    if plan is None:
+        check_adapter_settings(config.adapters, starts)
     folders = {
         adapter: start_folder(
             adapter,

@@ -7,6 +7,7 @@ two steps the run's state can be written and read again (``facts``, ``Learner``)
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from marft_agents.training.publish import (
     write_lines,
 )
 from marft_agents.training.replay import Replayer, replay_lines
-from marft_agents.training.results import AdapterResult, credit_lines
+from marft_agents.training.results import AdapterResult, adapter_result, credit_lines
 from marft_agents.training.schedule import Block
 
 Say = Callable[[str], None]
@@ -164,6 +165,7 @@ class Stages:
             if report.restored is None:
                 self._publish(work, report, [])
                 self._swap(online, work.batch.adapters)
+                facts |= {f"{a}/version": float(v) for a, v in self._published.items()}
         self.rounds.append({**self._round_facts, **facts})
         if session.is_main and self.rounds[-1]:
             self.learner.trainer.log(dict(self.rounds[-1]))
@@ -308,7 +310,13 @@ class Stages:
             folder = self.scratch / f"staged-{work.batch.iteration}"
             versions = publish_all(session, self.registry, self.base, trained, folder)
             for one in trained:
-                self.results[one.adapter] = _result(one, work, versions[one.adapter])
+                self.results[one.adapter] = adapter_result(
+                    one,
+                    work,
+                    method=self._short_method(work.batch.iteration),
+                    version=versions[one.adapter],
+                    before=self.results.get(one.adapter),
+                )
             if self.online is not None:
                 names = ", ".join(served_name(a, v) for a, v in versions.items())
                 self.say(f"published {names}")
@@ -321,6 +329,9 @@ class Stages:
         prefix = f"{adapter}/"
         facts = {
             "method": self._method(batch.objective, batch.iteration),
+            "estimator": self.config.estimator,
+            "level": self.config.level,
+            "objective": self._short_method(batch.iteration),
             "agents": agents,
             **report.seen[adapter],
             "mean_reward": work.mean_reward,
@@ -355,8 +366,11 @@ class Stages:
             "kto": "KTO",
             "dpo": "DPO",
         }
-        how = config.offline if iteration == 0 else "ppo"
+        how = self._short_method(iteration)
         return f"{names[config.estimator]}, {config.level} level, {methods.get(how, objective)}"
+
+    def _short_method(self, iteration: int) -> str:
+        return self.config.offline if iteration == 0 else "ppo"
 
     def _swap(self, online: Online, adapters: Sequence[str]) -> None:
         """The server takes the new versions; the next round is recorded under them."""
@@ -398,6 +412,7 @@ class Stages:
             "iteration": self.iteration,
             "idle": self.idle,
             "rounds": self.rounds,
+            "results": [dataclasses.asdict(result) for result in self.results.values()],
             "round_facts": self._round_facts,
             "roles": self.roles,
             "logs": self._logs,
@@ -408,24 +423,7 @@ class Stages:
     def load_facts(self, facts: Mapping[str, Any]) -> None:
         for name in ("offline_done", "iteration", "idle", "rounds", "roles"):
             setattr(self, name, facts[name])
+        self.results = {r["adapter"]: AdapterResult.from_json(r) for r in facts["results"]}
         self._round_facts = facts["round_facts"]
         if self.online is not None and facts["source"] is not None:
             self.online.source.load_state(facts["source"])
-
-
-def _skipped(work: Work, adapter: str) -> int:
-    return 0 if work.credits is None else work.credits.skipped.get(adapter, 0)
-
-
-def _result(one: Trained, work: Work, version: int) -> AdapterResult:
-    credits = work.credits
-    return AdapterResult(
-        adapter=one.adapter,
-        agents=one.agents,
-        **work.report.seen[one.adapter],
-        mean_weight=1.0 if credits is None else credits.mean_weight.get(one.adapter, 1.0),
-        skipped=_skipped(work, one.adapter),
-        effect=one.effect,
-        parent=one.parent,
-        version=version,
-    )
