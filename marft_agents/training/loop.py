@@ -166,6 +166,7 @@ class Learner:
         """The steps of one update; goes on where ``work`` says."""
         self.work, self.trainer.batch = work, work.batch
         self.trainer.clip_scale = self.guards.clip_scale
+        self.trainer.share_prefixes = self.session.share
         self._progress.start()
         if not work.good:
             work.good = snapshot(self.trainer, work.batch.adapters)
@@ -216,7 +217,7 @@ class Learner:
             yield block
             work.step += 1
             self.steps_taken += 1
-            means = self.trainer.last.means
+            means = self.trainer.last.means if self.trainer.last.finite else {}
             for name, value in means.items():
                 work.sums.setdefault(f"{adapter}/{name}", []).append(value)
             self._progress.step(block, means)
