@@ -25,8 +25,9 @@ Run = Callable[[Any, Any], Any]
 """The user's ``run(task, recorder)``, sync or async."""
 
 TIMEOUT = "timeout"
-GRACE_S = 5.0
-"""How long a run may take to clean up after it was told to stop."""
+GRACE_S = 1.0
+GRACE_TIMES = 5
+"""A run that has to stop is told so, and again a second later, five times in all."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,7 @@ async def call_app(
         await asyncio.wait({inner}, timeout=timeout)
         ended = inner.done()
     finally:
-        if not inner.done():
-            inner.cancel()
-            await asyncio.wait({inner}, timeout=GRACE_S)
+        await _stop(inner)
         if inner.done() and not inner.cancelled():
             inner.exception()  # asyncio would complain of an interrupt that nobody looked at
     if not ended:
@@ -115,6 +114,15 @@ async def call_app(
     if error is None:
         return returned, None
     return None, Failure(type(_first(error)).__name__, described(error))
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Tell a task to stop, and again where its clean-up waits for something that hangs."""
+    for _ in range(GRACE_TIMES):
+        if task.done():
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_S)
 
 
 async def _guarded(run: Run, task: Any, recorder: object) -> tuple[object, BaseException | None]:
@@ -166,10 +174,13 @@ def _first(error: BaseException) -> BaseException:
 
 
 def described(error: BaseException) -> str:
-    """``ValueError: what was wrong`` on one line; of a group, its first member."""
+    """``ValueError: what was wrong`` on one line; of a group, its first member.
+
+    Frameworks put whole tracebacks into their messages; those are cut off.
+    """
     error = _first(error)
     try:
-        text = " ".join(str(error)[:2000].split())
+        text = " ".join(str(error)[:2000].split("\nTraceback", 1)[0].split())
     except Exception:  # the app's own exceptions may fail at this
         text = ""
     return f"{type(error).__name__}: {text}"[:200] if text else type(error).__name__

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from marft_agents.errors import RewardError, TrainingError
 from marft_agents.schema import Episode, RewardEvent
-from marft_agents.training.app import GRACE_S, Failure, Run, call_app, load_run
+from marft_agents.training.app import GRACE_S, GRACE_TIMES, Failure, Run, call_app, load_run
 from marft_agents.training.tasks import Task
 
 __all__ = ["Attempt", "Collected", "Outcome", "Recorder", "collect", "give_returned", "load_run"]
@@ -158,7 +158,7 @@ def _finish(runner: asyncio.Runner, work: Coroutine[Any, Any, _T]) -> _T:
         for task in left:
             task.cancel()
         if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+            loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S * (GRACE_TIMES + 1)))
         raise
 
 

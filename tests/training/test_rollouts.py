@@ -21,6 +21,7 @@ from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
 from marft_agents.schema import Episode
 from marft_agents.testing import ScriptedServer, token_ids_of
+from marft_agents.training import app
 from marft_agents.training.rollouts import (
     Attempt,
     Collected,
@@ -182,7 +183,7 @@ def test_a_failing_run_is_data(tmp_path: Path) -> None:
         async with recorder.episode():
             match task:
                 case "raises":
-                    raise ValueError("line one\nline two")
+                    raise ValueError("line one\nline two\nTraceback:\n  File ...")
                 case "exits":
                     sys.exit(3)
                 case "group":
@@ -240,6 +241,23 @@ def test_a_slow_run_is_stopped_and_its_episode_fails(tmp_path: Path) -> None:
     assert failures(collected.failed) == ["1 timeout (first, task 't1': took longer than 0.05 s)"]
     ended = episodes["slow"].ended
     assert ended is not None and (ended.reason, ended.detail) == ("failed", "CancelledError")
+
+
+def test_a_clean_up_that_hangs_is_stopped_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "GRACE_S", 0.01)
+
+    async def run(task: Any, recorder: Any) -> None:
+        async with recorder.episode(task):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.Event().wait()
+
+    with _recorder(tmp_path) as recorder, asyncio.Runner() as runner:
+        _collect(run, ["stuck"], recorder, timeout=0.01, runner=runner)
+        assert _episodes(tmp_path, recorder)["stuck"].ended
 
 
 def test_a_thread_that_is_too_slow_is_left_alone(tmp_path: Path) -> None:
