@@ -90,6 +90,7 @@ def control_routes(swapper: Swapper, operator_key: str) -> list[HttpRoute]:
                 "base": loader.base.model_dump(mode="json"),
                 "agents": agents,
                 "max_lora_rank": loader.limits.max_lora_rank,
+                "max_loras": loader.limits.max_loras,
                 "target_modules": list(loader.limits.target_modules),
             }
         )

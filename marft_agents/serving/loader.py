@@ -55,6 +55,8 @@ class Limits:
     max_lora_rank: int
     target_modules: tuple[str, ...] = ()
     """Empty: every module."""
+    max_loras: int | None = None
+    """Adapters in use at once; ``None``: as many as there are, or not known."""
 
 
 def check_version(

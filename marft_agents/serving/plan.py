@@ -24,7 +24,7 @@ from marft_agents.registry import (
 )
 from marft_agents.schema import BaseModelInfo, adapter_slugs
 from marft_agents.serving.aliases import Route
-from marft_agents.serving.commands import EngineKind
+from marft_agents.serving.commands import EngineKind, lora_slots
 from marft_agents.serving.loader import Limits, check_version
 from marft_agents.serving.probe import TOLERANCE
 from marft_agents.serving.refusals import is_loopback
@@ -136,7 +136,8 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
     routes = _current_routes(registry)
     manifests = [registry.manifest(route.agent, route.version) for route in routes]
     modules = {*settings.target_modules, *(m for x in manifests for m in x.target_modules)}
-    limits = Limits(settings.max_lora_rank, tuple(sorted(modules)))
+    slots = lora_slots(len(routes)) if settings.engine == "vllm" and not settings.server else None
+    limits = Limits(settings.max_lora_rank, tuple(sorted(modules)), slots)
     for route in routes:
         check_version(registry, base, limits, route.agent, route.version)
     return Plan(registry, model_dir, base, routes, limits)

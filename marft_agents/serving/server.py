@@ -70,7 +70,7 @@ def _engine_command(settings: ServeSettings, plan: Plan, port: int) -> EngineCom
         port=port,
         install=install,
         max_lora_rank=plan.limits.max_lora_rank,
-        max_loras=lora_slots(len(plan.routes)),
+        max_loras=plan.limits.max_loras or lora_slots(len(plan.routes)),
         target_modules=plan.limits.target_modules,
         max_model_len=settings.max_model_len,
         extra=settings.engine_args,

@@ -80,6 +80,8 @@ class ServerLimits:
     max_lora_rank: int
     target_modules: list[str] | None = None
     """Modules that it prepares for adapters; ``None``: not known."""
+    max_loras: int | None = None
+    """Adapters in use at once; ``None``: not known, or no limit."""
 
 
 @dataclass(frozen=True)
