@@ -84,21 +84,27 @@ def assign_credit(
     Raises:
         NothingToLearn: when no adapter has turns that differ in advantage.
     """
+    silent: set[tuple[int, str]] = set()
+    flat_groups = 0
     if values is None:
-        actions, flat_groups = _group_actions(data)
+        actions, flat_groups, silent = _group_actions(data)
     else:
-        actions, flat_groups = [
-            _actions(episode, v, config)
-            for episode, v in zip(data.episodes, values, strict=True)
-        ], 0  # fmt: skip
-    raw = {i: _of_row(data, actions, i) for i in chain.from_iterable(by_adapter.values())}
+        pairs = zip(data.episodes, values, strict=True)
+        actions = [_actions(episode, v, config) for episode, v in pairs]
+    raw = {
+        i: _of_row(data, actions, i)
+        for i in chain.from_iterable(by_adapter.values())
+        if (data.rows[i].episode, data.rows[i].agent) not in silent
+    }
     scale = _spread([e.total_reward for e in data.episodes]) or 1.0
     flat = [
         adapter
         for adapter, rows in by_adapter.items()
-        if _spread([x for i in rows for x in raw[i]]) < _NO_SPREAD * scale
+        if _spread([x for i in rows for x in raw.get(i, ())]) < _NO_SPREAD * scale
     ]
-    kept = [i for adapter, rows in by_adapter.items() if adapter not in flat for i in rows]
+    kept = [
+        i for adapter, rows in by_adapter.items() if adapter not in flat for i in rows if i in raw
+    ]
     if not kept:
         raise NothingToLearn(_nothing(config, flat_groups))
     return Credits(actions, _normalised(data, raw, kept, config), flat, flat_groups)
@@ -213,8 +219,14 @@ def _independent(episode: EpisodeView, v: EpisodeValues, config: MarftConfig) ->
     return [[a] for a in credit.advantage_K]
 
 
-def _group_actions(data: TrainingSet) -> tuple[list[list[ActionCredit]], int]:
-    """Every action of an agent earns what the episode's return says in its task's group."""
+def _group_actions(
+    data: TrainingSet,
+) -> tuple[list[list[ActionCredit]], int, set[tuple[int, str]]]:
+    """Every action of an agent earns what the episode's return says in its task's group.
+
+    Also: tasks that say nothing to anybody, and the episodes (by index) whose group says nothing to
+    an agent: its turns there have no baseline, so they take no part, not even in a mean.
+    """
     groups = [episode.task or f"\0{episode.episode_id}" for episode in data.episodes]
     result = agent_group_advantages(
         [agent_returns(e.agents_K, e.team_reward_K, e.own_reward_K) for e in data.episodes],
@@ -228,10 +240,19 @@ def _group_actions(data: TrainingSet) -> tuple[list[list[ActionCredit]], int]:
         for e, earned in zip(data.episodes, result.advantage_B, strict=True)
         if earned is not None
     ]
-    return actions, len(result.silent)
+    none = {agent: set(flat) for agent, flat in result.flat.items()}
+    silent = {
+        (n, agent)
+        for n, (e, group) in enumerate(zip(data.episodes, groups, strict=True))
+        for agent in e.agents_K
+        if group in none[agent]
+    }
+    return actions, len(result.silent), silent
 
 
 def _spread(values: Sequence[float]) -> float:
+    if not values:
+        return 0.0
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
 
@@ -248,9 +269,10 @@ def add_awr_weights(
     most turns are light, so most of the time is saved, and rare bad tokens are not imitated because
     they happened to be sampled.
     """
-    for adapter, rows in by_adapter.items():
+    for adapter, all_rows in by_adapter.items():
         if adapter in credits.flat:
             continue
+        rows = [i for i in all_rows if i in credits.advantage]
         weight = {
             i: awr_weights(
                 credits.advantage[i],

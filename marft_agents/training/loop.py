@@ -36,6 +36,7 @@ from marft_agents.training.schedule import (
     Block,
     depth_in_team,
     passes,
+    schedule_of,
     steps_of,
     update_order,
 )
@@ -117,7 +118,7 @@ class Learner:
         if objective == "awr":
             add_awr_weights(credits, by_adapter, config)
         kept = [a for a in by_adapter if a not in credits.flat]
-        schedule = config.schedule if objective == "ppo" else "sequential"
+        schedule = schedule_of(config, objective)
         order = update_order(
             depth_in_team(data, roles, kept),
             schedule=schedule,

@@ -6,7 +6,7 @@ optimizer step, all processes together) holds rows of one adapter.
 
     sequential    one adapter after another, in the order of D or a random one
     alternate     one adapter an iteration, round robin
-    simultaneous  all of them from the same start, without compounding
+    simultaneous  all of them from the same start, without compounding; so does ``ippo``
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet
 
 _POOL = 8
@@ -53,6 +54,18 @@ def depth_in_team(
                     )
                 )
     return {adapter: sum(c) / len(c) if c else 0.0 for adapter, c in counts.items()}
+
+
+def schedule_of(config: MarftConfig, objective: str) -> str:
+    """The schedule of an update.
+
+    Regression on logs compares with no earlier policy, so its order is of no matter. Agents of
+    ``ippo`` know nothing of each other: nobody waits, and nothing is compounded.
+    """
+    if objective != "ppo":
+        return "sequential"
+    alone = config.estimator == "ippo" and config.schedule == "sequential"
+    return "simultaneous" if alone else config.schedule
 
 
 def update_order(
