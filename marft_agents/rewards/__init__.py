@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from marft_agents.rewards.function import RewardFunction, load_reward_function
+from marft_agents.rewards.function import RewardFunction, load_function, load_reward_function
 from marft_agents.rewards.scoring import ScoreTally, score_episodes
 
-__all__ = ["RewardFunction", "ScoreTally", "load_reward_function", "score_episodes"]
+__all__ = [
+    "RewardFunction",
+    "ScoreTally",
+    "load_function",
+    "load_reward_function",
+    "score_episodes",
+]

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import importlib
 import inspect
-import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from marft_agents.errors import ConfigError
+from marft_agents.rewards import load_function
 
 Run = Callable[[Any, Any], Any]
 """The user's ``run(task, recorder)``, sync or async."""
@@ -45,49 +42,17 @@ def load_run(spec: str) -> Run:
         ConfigError: the spec, the module or the function is wrong, or it does not take two
             arguments.
     """
-    module_name, _, path = spec.partition(":")
-    if not module_name or not path:
-        raise ConfigError(f"--online takes package.module:function, not {spec!r}")
-    found: object = _imported(module_name, spec)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"--online {spec}: {module_name} has no {part!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"--online {spec}: {path} is a {type(found).__name__}, not a function")
+    found = load_function(spec, "--online")
     try:
         inspect.signature(found).bind("task", "recorder")
     except TypeError as error:
         raise ConfigError(
-            f"--online {spec}: {path}(task, recorder) cannot be called so: {error}"
+            f"--online {spec}: it is called as {spec.rpartition(':')[2]}(task, recorder), and"
+            f" cannot be: {error}"
         ) from error
     except ValueError:  # a built-in without a signature
         pass
     return found
-
-
-def _imported(name: str, spec: str) -> object:
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--online {spec}: no module {error.name!r}"
-            f" (looked in {folder} and the installed packages)"
-        ) from error
-    except SystemExit as error:
-        raise ConfigError(
-            f"--online {spec}: importing {name} ended the program (exit code {error.code});"
-            ' put what it runs under `if __name__ == "__main__":`'
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"--online {spec}: importing {name} failed: {described(error)}"
-        ) from error
 
 
 async def call_app(

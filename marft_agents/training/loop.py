@@ -322,7 +322,7 @@ class Learner:
                 for a in batch.adapters
             ]
             at, total = sum(each[: work.position]) + work.step, sum(each)
-        self.trainer.rate_factor = rate_factor(config, at, total)
+        self.trainer.rate_factor = rate_factor(config, at, total, getattr(config, base))
 
 
 def _seen(data: TrainingSet, rows: Sequence[int]) -> dict[str, int]:

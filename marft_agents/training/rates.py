@@ -6,7 +6,7 @@ over the steps offline and over the rounds online.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import get_scheduler
@@ -28,17 +28,27 @@ def epochs_of(config: MarftConfig, batch: Batch) -> float:
     return float(config.update_epochs) if batch.iteration > 0 else config.num_train_epochs
 
 
-def rate_factor(config: MarftConfig, at: int, total: int) -> float:
-    """Factor of the step size at a step (or round) of ``total``, by ``lr_scheduler_type``.
+def check_rates(config: MarftConfig) -> None:
+    """Refuse a schedule that no step could follow, before anything is loaded.
+
+    Raises:
+        ConfigError: as ``rate_factor`` does.
+    """
+    for rate in (config.learning_rate, config.online_learning_rate):
+        rate_factor(config, 0, 1000, rate)
+
+
+def rate_factor(config: MarftConfig, at: int, total: int, rate: float) -> float:
+    """Factor of the step size ``rate`` at a step (or round) of ``total``, by ``lr_scheduler_type``.
 
     Raises:
         ConfigError: for a schedule that is no function of the step.
     """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    extra: Any = config.lr_scheduler_kwargs or None
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+    kind, extra = config.lr_scheduler_type, cast("Any", config.lr_scheduler_kwargs or None)
     try:
         schedule: Any = get_scheduler(
-            config.lr_scheduler_type,
+            kind,
             optimizer,
             num_warmup_steps=config.get_warmup_steps(total),
             num_training_steps=total,
@@ -47,6 +57,6 @@ def rate_factor(config: MarftConfig, at: int, total: int) -> float:
         return float(schedule.lr_lambdas[0](at))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"lr_scheduler_type {config.lr_scheduler_type!s} is refused:"
+            f"lr_scheduler_type {getattr(kind, 'value', kind)} is refused:"
             f" {str(error).splitlines()[0]}"
         ) from error

@@ -36,6 +36,7 @@ from marft_agents.training.plan import (
 )
 from marft_agents.training.preflight import plan_lines, reading_lines
 from marft_agents.training.publish import changed_settings
+from marft_agents.training.rates import check_rates
 from marft_agents.training.results import FinetuneResult
 from marft_agents.training.roles import check_adapter_settings
 from marft_agents.training.session import Session
@@ -86,6 +87,7 @@ def finetune(
     config = config or MarftConfig()
     if config.process_index > 0:
         say = _silent
+    check_rates(config)
     registry = Registry(output)
     base, model_dir = describe_base(model), resolve_model_dir(model)
     settings = changed_settings(config)

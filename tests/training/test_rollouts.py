@@ -60,7 +60,7 @@ def test_a_function_beside_the_user_is_found(workdir: Path) -> None:
         ("app_of_mine_missing:run", "no module 'app_of_mine_missing' .looked in"),
         ("app_of_mine_2:rum", "app_of_mine_2 has no 'rum'; did you mean 'run'"),
         ("app_of_mine_2:LIMIT", "LIMIT is a int, not a function"),
-        ("app_of_mine_2:run", r"run\(task, recorder\) cannot be called so: too many"),
+        ("app_of_mine_2:run", r"run\(task, recorder\), and cannot be: too many"),
         ("app_of_mine_3:run", "importing app_of_mine_3 failed: SyntaxError"),
         ("app_of_mine_4:run", r"ended the program \(exit code 0\); put .*__main__"),
     ],
