@@ -1,7 +1,8 @@
 """``marft-agents finetune``: logs in, new adapter versions out, swapped into a running server.
 
-Invariant: whatever can be wrong (names, settings, logs, rewards, base model, rank, server) is said
-on one line before anything is trained, and nothing is changed then.
+Invariant: whatever can be wrong (names, settings, logs, rewards, base model, rank, server, app,
+tasks) is said on one line before anything is trained, and nothing is changed then. Of several
+processes the first one speaks and swaps.
 """
 
 from __future__ import annotations
@@ -11,30 +12,53 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from marft_agents.cli._finetune_online import OnlinePart, make_online, read_online
+from marft_agents.cli._finetune_server import Server, connect, require_same_adapters, swap_all
 from marft_agents.cli._text import say
-from marft_agents.errors import ConfigError, MarftError, MissingExtraError, ServerError
+from marft_agents.errors import ConfigError, MarftError, MissingExtraError
 from marft_agents.log import LogReader
-from marft_agents.registry import describe_base
 from marft_agents.rewards import RewardFunction, load_reward_function
-from marft_agents.serving import GatewayClient
-from marft_agents.serving.calls import NoAnswerError
 from marft_agents.training._quiet import set_environment
-from marft_agents.training.options import merge, read_assignments, read_yaml
+from marft_agents.training.options import CHOICES, merge, read_assignments, read_yaml
 
 if TYPE_CHECKING:
-    from marft_agents.training import FinetuneResult
+    from marft_agents.training import FinetuneResult, MarftConfig
+
+_FLAGS = {
+    "offline": "offline",
+    "estimator": "estimator",
+    "level": "level",
+    "schedule": "schedule",
+    "iterations": "iterations",
+    "learning_rate": "learning_rate",
+    "epochs": "num_train_epochs",
+    "rank": "lora_rank",
+    "seed": "seed",
+}
+"""Flags that are settings by another way."""
 
 
 @dataclass(frozen=True)
-class _Server:
-    """A running gateway, checked before training."""
+class _Options:
+    """The command line, but for the settings."""
 
-    client: GatewayClient
-    state: Mapping[str, Any]
+    logs: tuple[Path, ...]
+    model: str
+    output: Path
+    config_file: Path | None
+    assignments: tuple[str, ...]
+    reward: str | None
+    online: str | None
+    tasks: Path | None
+    server: str | None
+    operator_key_env: str | None
+    resume: bool
+    fresh_optimizer: bool
+    dry_run: bool
 
 
 @click.command("finetune")
@@ -49,173 +73,183 @@ class _Server:
 )
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Settings as YAML.")
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Scores episodes without a reward.")
+@click.option("--offline", metavar="|".join(CHOICES["offline"]), help="Method for the logs.")
+@click.option("--estimator", metavar="|".join(CHOICES["estimator"]), help="Kind of advantage.")
+@click.option("--level", metavar="|".join(CHOICES["level"]), help="MARFT-A or MARFT-T.")
+@click.option("--schedule", metavar="|".join(CHOICES["schedule"]), help="Who is updated when.")
+@click.option("--online", metavar="MODULE:FUNCTION", help="Your app: run(task, recorder).")
+@click.option("--tasks", type=click.Path(path_type=Path), help="Tasks for --online, JSON lines.")
+@click.option("--iterations", type=int, help="Rounds online.")
 @click.option("--server", metavar="URL", help="Swap the new versions into this running server.")
 @click.option(
     "--operator-key-env",
     metavar="NAME",
     help="Variable with the server's operator key; default: the file in --output.",
 )
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --output.")
+@click.option("--fresh-optimizer", is_flag=True, help="With --resume: start Adam's moments anew.")
 @click.option("--dry-run", is_flag=True, help="Say what would be trained, and stop.")
 @click.option("--learning-rate", type=float, help="Adam's step size.")
 @click.option("--epochs", type=float, help="Passes over each adapter's turns.")
 @click.option("--rank", type=int, help="LoRA rank of adapters that do not exist yet.")
 @click.option("--seed", type=int, help="Seed of everything random.")
 @click.option("--set", "assignments", metavar="KEY=VALUE", multiple=True, help="Any setting.")
-def command(
-    logs: Sequence[Path],
-    model: str,
-    output: Path,
-    config_file: Path | None,
-    reward: str | None,
-    server: str | None,
-    operator_key_env: str | None,
-    dry_run: bool,
-    learning_rate: float | None,
-    epochs: float | None,
-    rank: int | None,
-    seed: int | None,
-    assignments: Sequence[str],
-) -> None:
-    """Train one LoRA adapter per agent from recorded episodes in LOGS.
+def command(**given: Any) -> None:
+    """Train one LoRA adapter per agent from recorded episodes in LOGS, then, with --online, by
+    running your app.
 
     Settings come from --config, then --set, then the flags; the later ones win.
     """
-    layers = _layers(
-        config_file,
-        assignments,
-        {
-            "learning_rate": learning_rate,
-            "num_train_epochs": epochs,
-            "lora_rank": rank,
-            "seed": seed,
-        },
-    )
-    LogReader(*logs)
-    function = load_reward_function(reward) if reward is not None else None
+    flags = {setting: given.pop(flag) for flag, setting in _FLAGS.items()}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    options = _Options(**given)
+    _require_sense(options, flags)
+    layers = _layers(options, flags)
+    online = _online_part(options)
+    function = load_reward_function(options.reward) if options.reward is not None else None
     with ExitStack() as stack:
-        gateway = None
-        if server is not None:
-            gateway = _connect(stack, server, operator_key_env, output, model)
-        result = _train(logs, model, output, layers, function, gateway, dry_run)
+        server = _server(stack, options)
+        result = _train(stack, options, layers, function, online, server)
         if result is None:
-            say("dry run: nothing was trained")
+            _main_says("dry run: nothing was trained")
             return
-        swapped, failure = _swap(result, gateway)
-    _tell(result, swapped, model, output, server)
+        if not _is_main():
+            return
+        swapped, failure = dict(result.swapped), None
+        if server is not None and online is None:
+            swapped, failure = swap_all(result.adapters, server)
+    _tell(result, swapped, options)
     if failure is not None:
         raise failure
 
 
-def _layers(
-    config_file: Path | None, assignments: Sequence[str], flags: Mapping[str, Any]
-) -> list[tuple[str, Mapping[str, Any]]]:
+def _is_main() -> bool:
+    """Whether this is the first of the processes that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _main_says(line: str) -> None:
+    if _is_main():
+        say(line)
+
+
+def _require_sense(options: _Options, flags: Mapping[str, Any]) -> None:
+    """Refuse flags that make no sense together.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    online, tasks, server = options.online, options.tasks, options.server
+    offline_only = online is None
+    wrong = {
+        "--online needs --tasks FILE: what the app is to be run on":
+            online is not None and tasks is None,
+        "--online needs --server URL: the app is answered by `marft-agents serve`, and every"
+        " round's versions are swapped into it": online is not None and server is None,
+        "--tasks needs --online MODULE:FUNCTION: the app that is run on them":
+            tasks is not None and offline_only,
+        "--iterations counts rounds online; it needs --online":
+            "iterations" in flags and offline_only,
+        "--offline none leaves nothing to do without --online":
+            flags.get("offline") == "none" and offline_only,
+        "--fresh-optimizer needs --resume; a run that starts has a fresh optimizer":
+            options.fresh_optimizer and not options.resume,
+        "--operator-key-env needs --server URL":
+            options.operator_key_env is not None and server is None,
+    }  # fmt: skip
+    for why, holds in wrong.items():
+        if holds:
+            raise ConfigError(why)
+
+
+def _layers(options: _Options, flags: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Settings and where they come from, the weakest first."""
     layers: list[tuple[str, Mapping[str, Any]]] = []
-    if config_file is not None:
-        layers.append((str(config_file), read_yaml(config_file)))
-    layers.append(("--set", read_assignments(assignments)))
-    layers.append(("flag", {name: value for name, value in flags.items() if value is not None}))
+    if options.config_file is not None:
+        layers.append((str(options.config_file), read_yaml(options.config_file)))
+    layers.append(("--set", read_assignments(options.assignments)))
+    layers.append(("flag", flags))
     return layers
 
 
-def _connect(stack: ExitStack, url: str, key_env: str | None, output: Path, model: str) -> _Server:
-    """The server's client, after comparing its base and limits with the run's."""
-    key = None
-    if key_env is not None:
-        key = os.environ.get(key_env)
-        if not key:
-            raise ConfigError(f"--operator-key-env: the variable {key_env} is not set")
-    client = stack.enter_context(GatewayClient(url, operator_key=key, adapters_dir=output))
-    try:
-        state = client.state()
-    except NoAnswerError as error:
-        raise ServerError(
-            f"{error}; start `marft-agents serve`, or leave out --server and swap later"
-        ) from error
-    served: Any = state.get("base")
-    rank: Any = state.get("max_lora_rank")
-    if not isinstance(served, dict) or not isinstance(rank, int):
-        raise ServerError(
-            f"{url} answers, but not as `marft-agents serve` of this version does; name its address"
-        )
-    served, ours = cast("dict[str, Any]", served), describe_base(model)
-    if served.get("fingerprint") != ours.fingerprint:
-        raise ServerError(
-            f"{url} serves the base {served.get('name')} ({str(served.get('fingerprint'))[:12]}),"
-            f" and --model is {ours.name} ({ours.fingerprint[:12]}); give the base that is served"
-        )
-    return _Server(client, state)
+def _online_part(options: _Options) -> OnlinePart | None:
+    if options.online is None or options.tasks is None:
+        LogReader(*options.logs)  # a path that is wrong is said before anything is loaded
+        return None
+    return read_online(options.online, options.tasks, options.logs)
+
+
+def _server(stack: ExitStack, options: _Options) -> Server | None:
+    if options.server is None:
+        return None
+    server = connect(stack, options.server, options.operator_key_env, options.output, options.model)
+    if options.online is not None:
+        require_same_adapters(server, options.output)
+    return server
 
 
 def _train(
-    logs: Sequence[Path],
-    model: str,
-    output: Path,
+    stack: ExitStack,
+    options: _Options,
     layers: Sequence[tuple[str, Mapping[str, Any]]],
     reward: RewardFunction | None,
-    gateway: _Server | None,
-    dry_run: bool,
+    online: OnlinePart | None,
+    server: Server | None,
 ) -> FinetuneResult | None:
     set_environment()
     try:
-        from marft_agents.training import MarftConfig, ServerLimits, finetune
+        from marft_agents.training import MarftConfig, finetune
     except ImportError as error:
         if isinstance(error, MissingExtraError):
             raise
         raise MissingExtraError("train", needed_for="marft-agents finetune") from error
-    limits = None
-    if gateway is not None:
-        modules = gateway.state.get("target_modules")
-        limits = ServerLimits(int(gateway.state["max_lora_rank"]), modules or None)
-    return finetune(
-        list(logs),
-        model=model,
-        output=output,
-        config=MarftConfig(**merge(MarftConfig, layers)),
-        reward=reward,
-        limits=limits,
-        dry_run=dry_run,
-        say=say,
-    )
+    config: MarftConfig = MarftConfig(**merge(MarftConfig, layers))
+    source = None
+    if online is not None and server is not None:
+        source = make_online(online, config, server, reward, stack, _main_says)
+    try:
+        return finetune(
+            list(options.logs),
+            model=options.model,
+            output=options.output,
+            config=config,
+            reward=reward,
+            limits=None if server is None else server.limits,
+            online=source,
+            resume=options.resume,
+            fresh_optimizer=options.fresh_optimizer,
+            dry_run=options.dry_run,
+            say=_main_says,
+        )
+    except (MarftError, KeyboardInterrupt):
+        _say_how_to_go_on(options.output)
+        raise
 
 
-def _swap(
-    result: FinetuneResult, gateway: _Server | None
-) -> tuple[dict[str, str], MarftError | None]:
-    """Swap every new version in; what could not be swapped keeps its old version."""
-    swapped: dict[str, str] = {}
-    failure: MarftError | None = None
-    if gateway is None:
-        return swapped, None
-    for adapter in result.adapters:
-        try:
-            gateway.client.swap(adapter.adapter, adapter.version, by="marft-agents finetune")
-            swapped[adapter.adapter] = "yes"
-        except ServerError as error:
-            swapped[adapter.adapter] = "failed"
-            failure = failure or error
-    return swapped, failure
+def _say_how_to_go_on(output: Path) -> None:
+    from marft_agents.training.checkpoint import CHECKPOINTS, checkpoints
+
+    found = checkpoints(output / CHECKPOINTS)
+    if found:
+        _main_says(f"{found[-1]} is kept: the same command with --resume goes on from there")
 
 
-def _tell(
-    result: FinetuneResult,
-    swapped: Mapping[str, str],
-    model: str,
-    output: Path,
-    server: str | None,
-) -> None:
+def _tell(result: FinetuneResult, swapped: Mapping[str, str], options: _Options) -> None:
     from marft_agents.training.results import result_lines
 
     say("")
     for line in result_lines(result, swapped):
         say(line)
-    say(f"credit per turn: {result.credit_file}; {result.seconds:.0f} s in all")
+    credit = "" if result.credit_file is None else f"credit per turn: {result.credit_file}; "
+    say(f"{credit}{result.seconds:.0f} s in all")
     waiting = [a for a in result.adapters if swapped.get(a.adapter) != "yes"]
+    if not waiting and options.server is not None and result.adapters:
+        say(f"{options.server} serves the new versions already")
     if waiting:
         say("next, into a running server (with --offline when none runs):")
     for a in waiting:
-        options = f"--adapters {output} --version {a.version}"
-        options += f" --server {server}" if server else ""
-        say(f"  marft-agents swap {a.adapter} {options}")
-    if waiting and server is None:
-        say(f"then, if none runs:\n  marft-agents serve {output} --model {model}")
+        more = f"--adapters {options.output} --version {a.version}"
+        more += f" --server {options.server}" if options.server else ""
+        say(f"  marft-agents swap {a.adapter} {more}")
+    if waiting and options.server is None:
+        say(f"then, if none runs:\n  marft-agents serve {options.output} --model {options.model}")

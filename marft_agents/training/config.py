@@ -17,14 +17,10 @@ from marft_agents.credit import NORMALISATIONS
 from marft_agents.errors import ConfigError
 from marft_agents.registry import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGET_MODULES
 from marft_agents.training._trl import BaseConfig
-from marft_agents.training.options import refuse_managed
+from marft_agents.training.options import CHOICES, refuse_managed
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OFFLINE_METHODS = ("awr", "ppo", "sft", "kto", "dpo", "none")
-ESTIMATORS = ("marft", "group", "ippo", "single")
-LEVELS = ("action", "token")
 ACTION_NORMS = ("token", "word", "sum")
-SCHEDULES = ("sequential", "alternate", "simultaneous")
 ORDERS = ("dependency", "random")
 KL_REFERENCES = ("start", "base")
 SAMPLING_CORRECTIONS = (
@@ -33,13 +29,10 @@ SAMPLING_CORRECTIONS = (
 CRITICS = ("head", "lora")
 ADAPTER_SETTINGS = ("learning_rate", "lora_rank", "lora_alpha", "lora_target_modules")
 _CHOICES: dict[str, tuple[str, ...]] = {
+    **CHOICES,
     "normalise": NORMALISATIONS,
     "dtype": DTYPES,
-    "offline": OFFLINE_METHODS,
-    "estimator": ESTIMATORS,
-    "level": LEVELS,
     "action_norm": ACTION_NORMS,
-    "schedule": SCHEDULES,
     "order": ORDERS,
     "kl_reference": KL_REFERENCES,
     "importance_sampling_mode": SAMPLING_CORRECTIONS,

@@ -22,6 +22,13 @@ from marft_agents.errors import ConfigError
 _HUB = "nothing; publish an adapter folder with the hub's own tools"
 _COMPARE = "nothing; compare the served versions on held-out tasks instead"
 _LAUNCH = "torchrun: every process holds the base model, and the turns are dealt out to them"
+CHOICES: dict[str, tuple[str, ...]] = {
+    "offline": ("awr", "ppo", "sft", "kto", "dpo", "none"),
+    "estimator": ("marft", "group", "ippo", "single"),
+    "level": ("action", "token"),
+    "schedule": ("sequential", "alternate", "simultaneous"),
+}
+"""Of settings that the command line has flags for."""
 MANAGED = {
     "output_dir": "--output",
     "max_steps": "num_train_epochs (logs), iterations and update_epochs (online)",

@@ -286,7 +286,7 @@ class FakeGateway:
 
 
 def use(gateway: FakeGateway, shop: Shop) -> None:
-    shop.monkeypatch.setattr("marft_agents.cli.finetune.GatewayClient", gateway)
+    shop.monkeypatch.setattr("marft_agents.cli._finetune_server.GatewayClient", gateway)
 
 
 def test_new_versions_are_swapped_into_a_running_server(shop: Shop) -> None:

@@ -1,0 +1,86 @@
+"""The online half of ``finetune``: the user's app, its tasks, and where it is recorded.
+
+Invariant: the app, the tasks and the folder were checked when an ``OnlinePart`` exists, without
+loading a training library.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from marft_agents.cli._finetune_server import Server
+from marft_agents.errors import ConfigError
+from marft_agents.log import LogReader
+from marft_agents.recording import MarftRecorder
+from marft_agents.rewards import RewardFunction
+from marft_agents.training.app import Run, load_run
+from marft_agents.training.tasks import Task, read_tasks
+
+if TYPE_CHECKING:
+    from marft_agents.training import MarftConfig, Online
+
+
+@dataclass(frozen=True)
+class OnlinePart:
+    """What ``--online`` and ``--tasks`` name."""
+
+    run: Run
+    tasks: list[Task]
+    logs: Path
+    """Rounds are recorded in a subfolder of it."""
+
+
+def read_online(app: str, tasks: Path, logs: Sequence[Path]) -> OnlinePart:
+    """Load what the options name.
+
+    Raises:
+        ConfigError: the app, the tasks or the folder cannot be used.
+        LogError: another path among the logs holds no events.
+    """
+    folder = next((path for path in logs if not path.is_file()), None)
+    if folder is None:
+        raise ConfigError(
+            f"--online records into a folder, and LOGS names the file {logs[0]}; name its folder,"
+            " or one to be made, beside it"
+        )
+    others = [path for path in logs if path != folder]
+    if others:
+        LogReader(*others)
+    return OnlinePart(load_run(app), read_tasks(tasks), folder)
+
+
+def make_online(
+    part: OnlinePart,
+    config: MarftConfig,
+    server: Server,
+    reward: RewardFunction | None,
+    stack: ExitStack,
+    say: Callable[[str], None],
+) -> Online:
+    """What ``finetune`` needs to run the app; closed with ``stack``."""
+    from marft_agents.training import Online
+    from marft_agents.training.online import OnlineSource
+
+    source = OnlineSource(
+        part.run,
+        part.tasks,
+        config,
+        logs=part.logs,
+        run_id=_run_id(),
+        make_recorder=MarftRecorder,
+        reward=reward,
+        say=say,
+    )
+    return Online(stack.enter_context(source), server.swap)
+
+
+def _run_id() -> str:
+    """A folder name that no other run has, in the order of time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}-{secrets.token_hex(2)}"

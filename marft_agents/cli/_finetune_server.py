@@ -1,0 +1,127 @@
+"""The running server of a ``finetune``: checked before training, given the new versions after it.
+
+Invariant: a server that could not take what will be trained (another base, other limits, another
+adapters folder) is refused before anything is trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from marft_agents.errors import ConfigError, MarftError, ServerError
+from marft_agents.registry import Registry, describe_base
+from marft_agents.serving import GatewayClient
+from marft_agents.serving.calls import NoAnswerError
+
+if TYPE_CHECKING:
+    from marft_agents.training import ServerLimits
+    from marft_agents.training.results import AdapterResult
+
+BY = "marft-agents finetune"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running gateway, checked before training."""
+
+    url: str
+    client: GatewayClient
+    state: Mapping[str, Any]
+
+    @property
+    def limits(self) -> ServerLimits:
+        """What its engine takes."""
+        from marft_agents.training import ServerLimits
+
+        modules: Any = self.state.get("target_modules")
+        slots: Any = self.state.get("max_loras")
+        return ServerLimits(
+            int(self.state["max_lora_rank"]),
+            modules or None,
+            slots if isinstance(slots, int) else None,
+        )
+
+    def swap(self, adapter: str, version: int) -> None:
+        """Serve a new version.
+
+        Raises:
+            ServerError: when it cannot; the old version still serves.
+        """
+        self.client.swap(adapter, version, by=BY)
+
+
+def connect(stack: ExitStack, url: str, key_env: str | None, output: Path, model: str) -> Server:
+    """The server's client, after comparing its base and limits with the run's.
+
+    Raises:
+        ConfigError, ServerError: it is down, or serves something else.
+    """
+    key = None
+    if key_env is not None:
+        key = os.environ.get(key_env)
+        if not key:
+            raise ConfigError(f"--operator-key-env: the variable {key_env} is not set")
+    client = stack.enter_context(GatewayClient(url, operator_key=key, adapters_dir=output))
+    try:
+        state = client.state()
+    except NoAnswerError as error:
+        raise ServerError(
+            f"{error}; start `marft-agents serve`, or leave out --server and swap later"
+        ) from error
+    served: Any = state.get("base")
+    rank: Any = state.get("max_lora_rank")
+    if not isinstance(served, dict) or not isinstance(rank, int):
+        raise ServerError(
+            f"{url} answers, but not as `marft-agents serve` of this version does; name its address"
+        )
+    served, ours = cast("dict[str, Any]", served), describe_base(model)
+    if served.get("fingerprint") != ours.fingerprint:
+        raise ServerError(
+            f"{url} serves the base {served.get('name')} ({str(served.get('fingerprint'))[:12]}),"
+            f" and --model is {ours.name} ({ours.fingerprint[:12]}); give the base that is served"
+        )
+    return Server(url, client, state)
+
+
+def require_same_adapters(server: Server, output: Path) -> None:
+    """Training while the app runs needs one folder of adapters: served here, published there.
+
+    Raises:
+        ConfigError: the server does not serve the versions in use in ``output``.
+    """
+    registry = Registry(output)
+    agents: Any = server.state.get("agents")
+    served = cast("dict[str, dict[str, Any]]", agents) if isinstance(agents, dict) else {}
+    for adapter in registry.agents():
+        ours = registry.current(adapter)
+        if ours is None:
+            continue
+        theirs = served.get(adapter, {}).get("current")
+        if theirs != ours:
+            what = "nothing" if theirs is None else f"version {theirs}"
+            raise ConfigError(
+                f"{server.url} serves {what} for {adapter!r}, and version {ours} is in use in"
+                f" {output}; name the folder that the server was started with (--output), or"
+                " restart `marft-agents serve` with it"
+            )
+
+
+def swap_all(
+    adapters: Iterable[AdapterResult], server: Server
+) -> tuple[dict[str, str], MarftError | None]:
+    """Swap every new version in; what could not be swapped keeps its old version."""
+    swapped: dict[str, str] = {}
+    failure: MarftError | None = None
+    for adapter in adapters:
+        try:
+            server.swap(adapter.adapter, adapter.version)
+            swapped[adapter.adapter] = "yes"
+        except ServerError as error:
+            swapped[adapter.adapter] = "failed"
+            failure = failure or error
+    return swapped, failure
