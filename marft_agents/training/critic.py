@@ -20,9 +20,10 @@ from torch import Tensor
 
 from marft_agents.training.chains import Chain, Discounts, make_links
 from marft_agents.training.config import MarftConfig
-from marft_agents.training.cross_fitting import CrossFitted, HeadEstimator, Shelf, TextReader
+from marft_agents.training.cross_fitting import CrossFitted, Estimator, HeadEstimator, Shelf
 from marft_agents.training.dataset import EpisodeView, TurnRow
 from marft_agents.training.features import Reader, Text
+from marft_agents.training.lora_critic import LoraEstimator
 from marft_agents.training.shrinking import shrink
 from marft_agents.training.transcript import Borders, tokenise
 from marft_agents.training.value_head import CriticSettings
@@ -86,11 +87,16 @@ class CentralCritic:
         self._tokenizer, self._config = tokenizer, config
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         window = min(window, config.critic_max_length)
-        self._reader: TextReader = Reader(model, share, window, config.pack_tokens)
+        self._reader = reader = Reader(model, share, window, config.pack_tokens)
         self._window = window
         self._settings = settings = critic_settings(config)
-        width = self._reader.width
-        self._fitted = CrossFitted(lambda: HeadEstimator(width, settings), settings)
+
+        def make() -> Estimator:
+            if config.critic == "lora":
+                return LoraEstimator(reader, config, settings)
+            return HeadEstimator(reader.width, settings)
+
+        self._fitted = CrossFitted(make, settings)
 
     def evaluate(
         self, episodes: Sequence[EpisodeView], rows: Sequence[TurnRow], *, seed: int

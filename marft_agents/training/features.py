@@ -8,6 +8,7 @@ window of text before it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from torch import Tensor
 from marft_agents.training._trl import use_adapter
 from marft_agents.training.packing import Pack
 from marft_agents.training.scoring import tree_inputs
+
+_SORTED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Text:
 class Piece:
     """What one window reads of a text; ``rows`` number the places through all texts."""
 
-    prompt_ids: Sequence[int]
+    prompt_ids: array[int]
     places: list[int]
     rows: list[int]
     token_ids: Sequence[int] = ()
@@ -60,28 +63,29 @@ def cut(texts: Iterable[Text], size: int) -> Iterator[Piece]:
             if here:
                 places = [text.places[i] - start for i in here]
                 ids = text.ids[start : start + max(places) + 1]
-                yield Piece(ids, places, [row + i for i in here])
+                yield Piece(array("q", ids), places, [row + i for i in here])
         row += len(text.places)
 
 
-def pack_pieces(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Pack, list[Piece]]]:
+def groups(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
     """Pieces that are read together, common beginnings once, at most ``limit`` tokens if several.
 
     They are sorted, so that common beginnings come side by side.
     """
     pack, inside = Pack(), list[Piece]()
-    for piece in sorted(pieces, key=lambda piece: list(piece.prompt_ids)):
+    for piece in sorted(pieces, key=lambda piece: piece.prompt_ids):
         if inside and len(pack.ids) + pack.cost(piece) > limit:
-            yield pack, inside
+            yield inside
             pack, inside = Pack(), []
         pack.insert(piece.prompt_ids)
         inside.append(piece)
     if inside:
-        yield pack, inside
+        yield inside
 
 
-def read_pack(backbone: Any, pack: Pack, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
+def read_group(backbone: Any, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
     """Rows, and their hidden states (R, H) as float32 on the CPU; gradients flow if enabled."""
+    pack = Pack()
     rows: list[int] = []
     nodes: list[int] = []
     for piece in pieces:
@@ -93,15 +97,21 @@ def read_pack(backbone: Any, pack: Pack, pieces: Sequence[Piece]) -> tuple[list[
 
 
 @contextmanager
-def adapter_alone(model: Any, adapter: str | None) -> Generator[Any]:
-    """The backbone under one adapter or none; afterwards every adapter is as it was."""
-    trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+def flags_kept(model: Any) -> Generator[None]:
+    """Afterwards every parameter is trainable if it was; new ones are not."""
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     try:
-        with use_adapter(model, adapter):
-            yield model.get_base_model().base_model
+        yield
     finally:
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trainable[name])
+            parameter.requires_grad_(name in trainable)
+
+
+@contextmanager
+def adapter_alone(model: Any, adapter: str | None) -> Generator[Any]:
+    """The backbone under one adapter or none; afterwards every adapter is as it was."""
+    with flags_kept(model), use_adapter(model, adapter):
+        yield model.get_base_model().base_model
 
 
 @dataclass(frozen=True)
@@ -121,15 +131,25 @@ class Reader:
     def width(self) -> int:
         return self.model.get_base_model().config.get_text_config().hidden_size
 
-    def packs(self, texts: Iterable[Text]) -> Iterator[tuple[Pack, list[Piece]]]:
-        return pack_pieces(cut(texts, self.window), self.pack_tokens if self.share else 0)
+    def groups(self, texts: Sequence[Text]) -> Iterator[list[Piece]]:
+        """What is read in one pass each; common beginnings are sought among ``_SORTED`` tokens."""
+        limit = self.pack_tokens if self.share else 0
+        pieces: list[Piece] = []
+        tokens = 0
+        for piece in cut(texts, self.window):
+            pieces.append(piece)
+            tokens += len(piece.prompt_ids)
+            if tokens >= _SORTED:
+                yield from groups(pieces, limit)
+                pieces, tokens = [], 0
+        yield from groups(pieces, limit)
 
     @torch.no_grad()
     def read(self, texts: Sequence[Text], adapter: str | None = None) -> Tensor:
         """Hidden states (R, H) of all places of the texts, in order."""
         out = torch.empty(sum(len(text.places) for text in texts), self.width)
         with adapter_alone(self.model, adapter) as backbone:
-            for pack, pieces in self.packs(texts):
-                rows, hidden = read_pack(backbone, pack, pieces)
+            for pieces in self.groups(texts):
+                rows, hidden = read_group(backbone, pieces)
                 out[rows] = hidden
         return out

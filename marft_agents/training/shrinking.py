@@ -1,10 +1,10 @@
 """Values pulled towards the mean return, as far as they did not predict returns.
 
-    V ← m + c (V - m)      c in [0, 1] fits the returns best, over values from critics that had not
-                           seen them
+    V ← m + c (V - v)      m, v: mean return, mean value; c in [0, 1] fits the returns best, over
+                           values from critics that had not seen them
 
-A critic that learned nothing (c = 0) becomes the mean return, a baseline without noise. The m and c
-of an episode come from the other episodes; every action weighs the same, its places share that.
+A critic that learned nothing (c = 0) becomes the mean return, a baseline without noise. The m, v
+and c of an episode come from the other episodes; every action weighs the same, its places share it.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ def shrink(chains: Sequence[Chain], values: Sequence[Sequence[float]]) -> Shrunk
 
     moments = torch.stack([sums(w), sums(w * g), sums(w * v), sums(w * v * g), sums(w * v * v)])
     total = moments.sum(1)
-    mean, factor = _best(total)
-    mean_E, factor_E = _best(total[:, None] - moments)
+    base, factor = _best(total)
+    base_E, factor_E = _best(total[:, None] - moments)
     alone = total[0] - moments[0] <= 1e-9 * total[0]
-    factor_E = torch.where(alone, 1.0, factor_E)
-    means: list[float] = mean_E.tolist()
-    factors: list[float] = factor_E.tolist()
+    bases: list[float] = torch.where(alone, 0.0, base_E).tolist()
+    factors: list[float] = torch.where(alone, 1.0, factor_E).tolist()
     out = [
-        [means[c.episode] + factors[c.episode] * (x - means[c.episode]) for x in r]
+        [bases[c.episode] + factors[c.episode] * x for x in r]
         for c, r in zip(chains, values, strict=True)
     ]
-    guess = mean + factor * (v - mean)
+    mean = total[1] / total[0]
+    guess = base + factor * v
     left = float((w * (g - guess) ** 2).sum())
     return Shrunk(out, float(factor), left, float((w * (g - mean) ** 2).sum()))
 
 
 def _best(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """m and c from the sums of w, wg, wv, wvg and wv²."""
+    """m - c v and c from the sums of w, wg, wv, wvg and wv²."""
     w, wg, wv, wvg, wvv = moments
-    m = wg / w.clamp_min(1e-12)
-    cross = wvg - m * wv - m * wg + m * m * w
-    square = wvv - 2 * m * wv + m * m * w
-    c = torch.where(square > 1e-9 * (1 + m * m) * w, cross / square.clamp_min(1e-12), 0.0)
-    return m, c.clamp(0, 1)
+    m, v = wg / w.clamp_min(1e-12), wv / w.clamp_min(1e-12)
+    square = wvv - v * wv
+    c = torch.where(square > 1e-9 * wvv, (wvg - v * wg) / square.clamp_min(1e-300), 0.0)
+    c = c.clamp(0, 1)
+    return m - c * v, c

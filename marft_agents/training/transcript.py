@@ -43,7 +43,7 @@ class Borders:
     such states there are: the sampled tokens, or 1 for an action given as text.
     """
 
-    ids: list[int]
+    ids: array[int]
     open_K: list[int]
     named_K: list[int]
     final: int
@@ -97,19 +97,19 @@ def tokenise(
     Where ``sampled_K`` has the ids of an action, they stand in it instead of its text.
     """
     separator = encode(SEPARATOR)
-    out = Borders([], [], [], 0, [])
+    out = Borders(array("q"), [], [], 0, [])
     ids = out.ids
     for line in lines:
-        ids += separator
+        ids.extend(separator)
         if line.action:
             out.open_K.append(len(ids) - 1)
-        ids += encode(f"{line.speaker}:")
+        ids.extend(encode(f"{line.speaker}:"))
         sampled = None
         if line.action:
             k = len(out.named_K)
             sampled = sampled_K[k] if sampled_K else None
             out.named_K.append(len(ids) - 1)
             out.length_K.append(len(sampled) if sampled else 1)
-        ids += sampled or encode(f" {line.text}")
-    ids += separator
+        ids.extend(sampled or encode(f" {line.text}"))
+    ids.extend(separator)
     return replace(out, final=len(ids) - 1)

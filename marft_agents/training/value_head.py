@@ -7,6 +7,11 @@ between two fits, its last layer is rescaled so that no value changes (PopArt, a
            of that and the loss of V_old + clip(V_φ - V_old, ±c), V_old the head before the fit
            without its mean error
 
+V after a truncated end is taken from the head before the fit (in the first fit: the mean return)
+for all its targets: no return is known there, and V bootstrapped from itself epoch after epoch
+would grow without end where nothing is discounted. For the same reason a value that is used stays
+within the returns seen so far.
+
 Every action weighs the same, its places share that. An epoch goes through a draw of chains of about
 ``_EPOCH`` rows, so that a fit costs no more with 10^5 episodes than with 10^3.
 """
@@ -14,7 +19,7 @@ Every action weighs the same, its places share that. An epoch goes through a dra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +66,8 @@ class ValueHead(nn.Module):
     scale: Tensor
     offset: Tensor
     spread: Tensor
+    low: Tensor
+    high: Tensor
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -68,6 +75,8 @@ class ValueHead(nn.Module):
         self.register_buffer("scale", torch.ones(width))
         self.register_buffer("offset", torch.zeros(()))
         self.register_buffer("spread", torch.ones(()))
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
         self.net = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
@@ -102,10 +111,11 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True)
 class Read:
-    """A chain and the hidden states (R, H) of its rows."""
+    """A chain and the hidden states (R, H) of its rows; ``final`` is V after a truncated end."""
 
     chain: Chain
     features: Tensor
+    final: float = 0.0
 
 
 class HeadFit:
@@ -120,14 +130,24 @@ class HeadFit:
             self.head.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.fits = 0
+        self.anchor: ValueHead | None = None
+        """The head before the last fit, where a value clip is set."""
 
     def fit(self, reads: Sequence[Read], *, epochs: int, seed: int) -> float:
         """Fit on these chains; returns the last epoch's mean loss, in units of the returns."""
-        if not reads:
-            return 0.0
+        return self.train(self.prepare(reads), epochs=epochs, seed=seed) if reads else 0.0
+
+    def prepare(self, reads: Sequence[Read]) -> list[Read]:
+        """Adjust the units to these chains, and note V after their truncated ends."""
         self.adjust(reads)
+        ends = [read.features[-1] for read in reads if read.chain.final]
+        known = iter(self.values(torch.stack(ends)).tolist() if ends else [])
+        return [replace(read, final=next(known)) if read.chain.final else read for read in reads]
+
+    def train(self, reads: Sequence[Read], *, epochs: int, seed: int) -> float:
+        """The passes of a fit over prepared chains."""
         clip = self.settings.value_clip if self.fits else None
-        anchor = self.copy().head if clip is not None else None
+        self.anchor = anchor = self.copy().head if clip is not None else None
         generator = torch.Generator().manual_seed(seed)
         loss = 0.0
         for _ in range(epochs):
@@ -151,6 +171,9 @@ class HeadFit:
         whole need no learning.
         """
         returns = torch.tensor([g for read in reads for g in rewards_to_go(read.chain.links)])
+        low, high = returns.min(), returns.max()
+        self.head.low.copy_(torch.minimum(self.head.low, low) if self.fits else low)
+        self.head.high.copy_(torch.maximum(self.head.high, high) if self.fits else high)
         offset, spread = float(returns.mean()), max(float(returns.std(correction=0)), 1e-4)
         if self.fits:
             self.head.rescale(offset, max(spread, float(self.head.spread) / 2))
@@ -162,7 +185,8 @@ class HeadFit:
 
     @torch.no_grad()
     def _remove_mean_error(self, reads: Sequence[Read], returns: Tensor) -> None:
-        values = torch.cat([self.values(read.features[: read.chain.places]) for read in reads])
+        places = torch.cat([read.features[: read.chain.places] for read in reads])
+        values = _no_grad(self.head, places)
         weight = torch.tensor([w for read in reads for w in read.chain.weight_P()])
         error = (weight * (returns - values)).sum() / weight.sum()
         self.head.last.bias.add_(error / self.head.spread)
@@ -185,8 +209,11 @@ class HeadFit:
         self.optimizer.step()
 
     def values(self, features: Tensor) -> Tensor:
-        """V (N,) of features (N, H), without gradients."""
-        return _no_grad(self.head, features)
+        """V (N,) of features (N, H), without gradients, within the returns seen."""
+        return self.bounded(_no_grad(self.head, features))
+
+    def bounded(self, value: Tensor) -> Tensor:
+        return value.clamp(self.head.low, self.head.high)
 
     def copy(self) -> HeadFit:
         twin = HeadFit(self.head.mean.shape[0], self.settings)
@@ -239,9 +266,8 @@ def draw(reads: Sequence[Read], generator: torch.Generator) -> list[Read]:
     return out
 
 
-def targets(chain: Chain, values: Sequence[float]) -> tuple[list[float], list[float]]:
+def targets(chain: Chain, values: Sequence[float], final: float) -> tuple[list[float], list[float]]:
     """Target and weight of every row that has one, from the current values of all rows."""
-    final = values[-1] if chain.final else 0.0
     target = lambda_returns(chain.links, values[: chain.places], final)
     weight = chain.weight_P()
     if chain.opened:
@@ -260,7 +286,7 @@ def lessons(
     weight: list[float] = []
     start = 0
     for read in reads:
-        t, w = targets(read.chain, current[start : start + read.chain.rows])
+        t, w = targets(read.chain, current[start : start + read.chain.rows], read.final)
         target += t
         weight += w
         start += read.chain.rows

@@ -31,7 +31,7 @@ def with_reward(chain: Chain, reward: float) -> Chain:
     return dataclasses.replace(chain, links=links)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 40)])
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 12)])
 def test_a_critic_that_can_know_explains_the_returns(lengths: tuple[int, ...]) -> None:
     table, chains, _ = world(80, informative=True, lengths=lengths)
     shrunk = shrunk_values(new_critic(), table, chains)
@@ -86,9 +86,10 @@ def test_shrinking_takes_mean_and_factor_from_the_other_episodes() -> None:
         others = rewards[:i] + rewards[i + 1 :]
         m = math.fsum(others) / len(others)
         v = [float(n % 3) for n in range(len(chains)) if n != i]
-        cross = math.fsum((x - m) * (g - m) for x, g in zip(v, others, strict=True))
-        c = min(max(cross / math.fsum((x - m) ** 2 for x in v), 0.0), 1.0)
-        assert shrunk.values[i] == pytest.approx([m + c * (raw[i][0] - m)] * chain.rows)
+        u = math.fsum(v) / len(v)
+        cross = math.fsum((x - u) * (g - m) for x, g in zip(v, others, strict=True))
+        c = min(max(cross / math.fsum((x - u) ** 2 for x in v), 0.0), 1.0)
+        assert shrunk.values[i] == pytest.approx([m + c * (raw[i][0] - u)] * chain.rows)
     changed = [with_reward(chains[0], 77.0), *chains[1:]]
     assert shrink(changed, raw).values[0] == shrunk.values[0]
 
@@ -108,6 +109,13 @@ def test_a_truncated_end_is_worth_its_transcript() -> None:
     shrunk = shrunk_values(new_critic(), table, chains)
     assert any(abs(row[-1]) > 0.1 for row in shrunk.values)
     assert all(len(row) == 5 for row in shrunk.values)
+
+
+def test_truncated_ends_do_not_add_up() -> None:
+    table, chains, _ = world(20, informative=True, truncated=True)
+    shrunk = shrunk_values(new_critic(dataclasses.replace(SETTINGS, epochs=100)), table, chains)
+    assert all(-0.1 <= v <= 1.1 for row in shrunk.values for v in row)
+    assert shrunk.explained_variance > 0.5
 
 
 def test_the_head_starts_at_the_mean_return() -> None:
@@ -170,7 +178,7 @@ def test_a_value_clip_bounds_what_a_later_fit_changes() -> None:
         head.fit(reads, epochs=60, seed=0)
         change = head.values(table.rows) - before
         moved.append(float(change.std()))
-    assert moved[0] > 0.8 and moved[1] < 0.2
+    assert moved[0] > 0.6 and moved[1] < 0.2
 
 
 def test_returns_that_rose_as_a_whole_need_no_learning() -> None:
@@ -213,11 +221,9 @@ def test_a_saved_critic_continues_bit_for_bit() -> None:
     state = {name: tensor.clone() for name, tensor in critic.state().items()}
     other = new_critic()
     other.load_state(state)
-    mixed = [*later[:8], *chains[:2]]
     for part in (later, later):
         runs = [values_of(c, later_table, part, "later", seed=5) for c in (critic, other)]
         assert runs[0] == runs[1]
-    assert len(mixed) == 10
     for name, tensor in critic.state().items():
         assert torch.equal(tensor, other.state()[name]), name
 
@@ -248,17 +254,17 @@ def test_a_state_of_another_critic_is_refused_whole() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in small.state().items())
 
 
-@pytest.mark.parametrize("rows", [40, 400, 1200])
+@pytest.mark.parametrize("rows", [24, 200, 500])
 def test_little_memory_thins_what_is_fitted_and_values_all_the_same(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, chains, _ = world(40, informative=True, lengths=(20, 30))
+    table, chains, _ = world(24, informative=True, lengths=(10, 20))
     monkeypatch.setattr(cross_fitting, "_MEMORY", rows * 4 * WIDTH)
     shelf = Shelf(table, chains, 0)
     kept = shelf.reads(range(len(chains)))
     assert len(kept) >= 2 and sum(read.chain.rows for read in kept) <= rows
     assert not shelf.whole
     raw, _ = new_critic().evaluate(Shelf(table, chains, 0), names(chains), seed=0)
-    assert [len(row) for row in raw] == [52] * 40
-    if rows >= 400:
+    assert [len(row) for row in raw] == [32] * 24
+    if rows >= 200:
         assert shrink(chains, raw).explained_variance > 0.5

@@ -97,6 +97,7 @@ def test_a_text_longer_than_the_window_is_read_in_windows(model: Any, tiny: Tiny
 
 
 def test_common_beginnings_are_read_once(model: Any) -> None:
-    reader = Reader(model, True, 512, 1000)
-    ((pack, pieces),) = reader.packs([Text(IDS[:50], [49]), Text([*IDS[:49], 7], [49])])
-    assert len(pack.ids) == 51 and len(pieces) == 2
+    pair = [Text(IDS[:50], [49]), Text([*IDS[:49], 7], [49])]
+    assert [len(group) for group in Reader(model, True, 512, 51).groups(pair)] == [2]
+    assert [len(group) for group in Reader(model, True, 512, 50).groups(pair)] == [1, 1]
+    assert [len(group) for group in Reader(model, False, 512, 51).groups(pair)] == [1, 1]

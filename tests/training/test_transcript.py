@@ -71,6 +71,6 @@ def test_sampled_ids_stand_in_an_action_instead_of_its_text() -> None:
     borders = tokenise(lines, characters, [None, [900, 901, 902]])
     assert borders.length_K == [1, 3]
     named = borders.named_K[1]
-    assert borders.ids[named + 1 : named + 4] == [900, 901, 902]
+    assert list(borders.ids[named + 1 : named + 4]) == [900, 901, 902]
     assert "".join(map(chr, borders.ids[named + 4 :])) == SEPARATOR
     assert "".join(map(chr, borders.ids[: borders.named_K[0] + 1])) == f"{SEPARATOR}a:"
