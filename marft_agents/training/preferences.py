@@ -184,25 +184,24 @@ def _select_sft(
     chosen: Selection, adapters: Mapping[str, Sequence[MethodRow]], config: MarftConfig
 ) -> None:
     rewards = episode_rewards([row for rows in adapters.values() for row in rows])
-    if config.sft_threshold is not None:
-        rule = f"a reward of {config.sft_threshold:g} or more"
-    else:
-        rule = (
-            f"more than the mean reward of {math.fsum(rewards) / len(rewards):g}" if rewards else ""
-        )
+    rule = f"a reward of {config.sft_threshold} or more"
+    if config.sft_threshold is None and rewards:
+        rule = f"more than the mean reward of {math.fsum(rewards) / len(rewards):g}"
     for adapter, rows in adapters.items():
-        good = imitated(rows, config.sft_threshold, rewards)
+        good = imitated(rows, config.sft_threshold, rewards) if rows else []
         if good:
             chosen.imitated[adapter] = good
             chosen.lines.append(
                 f"sft: {adapter} imitates {len(good)} of {len(rows)} turns, from"
                 f" {len(episode_rewards(good))} episodes with {rule}"
             )
-        else:
-            best = max((row.episode_reward for row in rows), default=math.nan)
+        elif rows:
+            best = max(row.episode_reward for row in rows)
             chosen.idle[adapter] = (
                 f"none of its {len(rows)} turns is of an episode with {rule}, the best has {best:g}"
             )
+        else:
+            chosen.idle[adapter] = "it has no turns"
 
 
 def _select_kto(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from marft_agents.errors import NothingToLearn
@@ -9,6 +11,7 @@ from marft_agents.schema import RewardEvent
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import read_training_set
 from marft_agents.training.preferences import (
+    METHODS,
     PAIRS_PER_PROMPT,
     MethodRow,
     Preference,
@@ -57,11 +60,20 @@ def test_an_sft_threshold_is_the_lowest_reward_taken() -> None:
 
 def test_rewards_that_are_all_the_same_leave_nobody_above_the_mean() -> None:
     """A mean of equal numbers may be a hair below them."""
-    rows = [row(n, episode=n, reward=0.1) for n in range(30)]
-    with pytest.raises(NothingToLearn, match=r"none of its 30 .* best has 0\.1.*sft_threshold"):
+    rows = [row(n, episode=n, reward=0.7) for n in range(3)]
+    assert math.fsum([0.7] * 3) / 3 < 0.7
+    with pytest.raises(NothingToLearn, match=r"none of its 3 .* best has 0\.7.*sft_threshold"):
         select("sft", {"router": rows}, config())
-    chosen = select("sft", {"router": rows}, config(0.1))
-    assert len(chosen.imitated["router"]) == 30
+    chosen = select("sft", {"router": rows}, config(0.7))
+    assert len(chosen.imitated["router"]) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_turns_at_all_are_nothing_to_learn_from(method: str) -> None:
+    with pytest.raises(NothingToLearn, match=f"{method} has nothing to learn from .router: "):
+        select(method, {"router": []}, config())
+    with pytest.raises(NothingToLearn):
+        select(method, {}, config())
 
 
 def test_kto_labels_by_the_sign_and_leaves_zero_out() -> None:

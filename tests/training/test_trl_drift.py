@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -44,6 +46,28 @@ def test_the_loop_still_calls_what_is_overridden() -> None:
     assert parameters(Trainer._get_train_sampler) == ["self", "train_dataset"]  # pyright: ignore[reportPrivateUsage] overridden
     assert parameters(Trainer.log) == ["self", "logs", "start_time"]
     assert hasattr(TrainerCallback, "on_pre_optimizer_step")
+
+
+@pytest.mark.parametrize("method", ["SFT", "KTO", "DPO"])
+def test_trainers_take_rows_that_were_prepared_elsewhere(method: str) -> None:
+    """Their own preparation encodes text; it is replaced, and so is what sends and writes."""
+    trainer: Any = getattr(_trl, f"{method}Trainer")
+    assert parameters(trainer._prepare_dataset)[:2] == ["self", "dataset"]
+    assert issubclass(trainer, _trl.BaseTrainer)
+    assert {"model", "args", "train_dataset", "processing_class", "callbacks"} <= set(
+        parameters(trainer)
+    )
+    assert "create_model_card" in dir(trainer)
+    settings = {f.name for f in dataclasses.fields(getattr(_trl, f"{method}Config"))}
+    assert {"max_length", "router_aux_loss_coef"} <= settings
+
+
+@pytest.mark.parametrize("method", ["KTO", "DPO"])
+def test_references_may_be_known_beforehand(method: str) -> None:
+    trainer: Any = getattr(_trl, f"{method}Trainer")
+    assert "ref_model" in parameters(trainer)
+    assert "if self.precompute_ref_logps:" in inspect.getsource(trainer._compute_loss)
+    assert "beta" in {f.name for f in dataclasses.fields(getattr(_trl, f"{method}Config"))}
 
 
 def test_one_device_can_be_asked_for() -> None:
