@@ -62,11 +62,13 @@ def make_learner(
     adapters: Sequence[str] = AGENTS,
     scale: float = 0.3,
     share: bool | None = None,
+    own_settings: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: None,
     **values: Any,
 ) -> Learner:
     """A learner whose adapters are always the same ones, for the same names."""
-    config = settings(output_dir=str(root / "loop"), **values)
+    own = dict(own_settings or {})
+    config = settings(output_dir=str(root / "loop"), adapters=own, **values)
     folders: dict[str, Path] = {}
     for adapter in adapters:
         folder = root / "start" / adapter
