@@ -8,84 +8,24 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from marft_agents.cli import main
-from marft_agents.errors import SwapError
 from marft_agents.log import LogWriter
-from marft_agents.registry import Registry, describe_base
+from marft_agents.registry import Registry
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, RewardEvent
-from marft_agents.training._quiet import quiet, set_environment
+from tests.cli.shop import Shop, served
 from tests.tiny_model import make_tiny_model
 from tests.training.synthetic import (
     AGENTS,
     BAD,
     GOOD,
-    Team,
-    TinyModel,
     publish_untrained,
     snapshot,
 )
 
-set_environment()
 CASES = Path(__file__).parents[1] / "cases"
-
-
-@dataclass
-class Shop:
-    """A folder with a model, logs and adapters, and the command to run on them."""
-
-    root: Path
-    model: Path
-    tiny: TinyModel
-    capsys: pytest.CaptureFixture[str]
-    monkeypatch: pytest.MonkeyPatch
-
-    @property
-    def team(self) -> Team:
-        return Team(self.tiny, self.root / "logs")
-
-    def run(self, *options: str, logs: str = "logs", model: Path | None = None) -> tuple[int, str]:
-        """Exit code and output."""
-        arguments = ["finetune", logs, "--model", str(model or self.model), "--set", "use_cpu=true"]
-        self.monkeypatch.setattr(sys, "argv", ["marft-agents", *arguments, *options])
-        self.monkeypatch.chdir(self.root)
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        told = self.capsys.readouterr()
-        self.error = told.err
-        return int(stopped.value.code or 0), told.out
-
-    def refuses(self, *options: str, logs: str = "logs", model: Path | None = None) -> str:
-        """The one line of an error, after checking that nothing changed."""
-        before = snapshot(self.root)
-        code, _ = self.run(*options, logs=logs, model=model)
-        assert code == 2
-        assert self.error.startswith("marft-agents: ") and self.error.count("\n") == 1
-        assert snapshot(self.root) == before
-        return self.error
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with quiet():
-        return TinyModel(folder)
-
-
-@pytest.fixture
-def shop(
-    tmp_path: Path,
-    tiny: TinyModel,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Shop:
-    publish_untrained(tmp_path / "adapters", tiny.folder)
-    return Shop(tmp_path, tiny.folder, tiny, capsys, monkeypatch)
 
 
 def test_logs_in_new_versions_out_and_the_next_commands(shop: Shop) -> None:
@@ -257,42 +197,9 @@ def test_a_server_that_is_down_is_one_line_before_training(shop: Shop) -> None:
         assert url in shop.refuses("--server", url)
 
 
-@dataclass
-class FakeGateway:
-    """Stands in for the gateway's client."""
-
-    model: Path
-    limit: int = 16
-    refuse: str | None = None
-    swaps: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-
-    def __call__(self, url: str, **options: Any) -> FakeGateway:
-        return self
-
-    def __enter__(self) -> FakeGateway:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        base = describe_base(self.model).model_dump(mode="json")
-        return {"base": base, "agents": {}, "max_lora_rank": self.limit}
-
-    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
-        if agent == self.refuse:
-            raise SwapError(f"{agent}: the engine refused")
-        self.swaps.append((agent, version))
-        return {}
-
-
-def use(gateway: FakeGateway, shop: Shop) -> None:
-    shop.monkeypatch.setattr("marft_agents.cli._finetune_server.GatewayClient", gateway)
-
-
 def test_new_versions_are_swapped_into_a_running_server(shop: Shop) -> None:
     shop.team.write(8)
-    gateway = FakeGateway(shop.model)
-    use(gateway, shop)
+    gateway = served(shop)
     code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
     assert code == 0
     assert gateway.swaps == [("router", 2), ("writer", 2)]
@@ -301,8 +208,7 @@ def test_new_versions_are_swapped_into_a_running_server(shop: Shop) -> None:
 
 def test_a_swap_that_fails_keeps_the_version_and_says_how_to_repeat_it(shop: Shop) -> None:
     shop.team.write(8)
-    gateway = FakeGateway(shop.model, refuse="router")
-    use(gateway, shop)
+    gateway = served(shop, refuse="router")
     code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
     assert code == 2 and "router: the engine refused" in shop.error
     assert gateway.swaps == [("writer", 2)]
@@ -312,10 +218,10 @@ def test_a_swap_that_fails_keeps_the_version_and_says_how_to_repeat_it(shop: Sho
 
 def test_the_servers_limits_are_checked_before_training(shop: Shop) -> None:
     shop.team.write(8)
-    use(FakeGateway(shop.model, limit=1), shop)
+    served(shop, limit=1)
     message = shop.refuses("--server", "http://127.0.0.1:1")
     assert "router@v1" in message and "--max-lora-rank" in message
-    use(FakeGateway(make_tiny_model(shop.root / "other", seed=9)), shop)
+    served(shop, make_tiny_model(shop.root / "other", seed=9))
     assert "serves the base other" in shop.refuses("--server", "http://127.0.0.1:1")
 
 

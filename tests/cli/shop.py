@@ -1,0 +1,93 @@
+"""A folder with a model, logs, adapters and a server that is none, and ``finetune`` run on them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marft_agents.cli import main
+from marft_agents.errors import SwapError
+from marft_agents.registry import Registry, describe_base
+from tests.training.synthetic import Team, TinyModel, snapshot
+
+
+@dataclass
+class Shop:
+    """A folder with a model, logs and adapters, and the command to run on them."""
+
+    root: Path
+    model: Path
+    tiny: TinyModel
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def team(self) -> Team:
+        return Team(self.tiny, self.root / "logs")
+
+    def run(self, *options: str, logs: str = "logs", model: Path | None = None) -> tuple[int, str]:
+        """Exit code and output."""
+        arguments = ["finetune", logs, "--model", str(model or self.model), "--set", "use_cpu=true"]
+        self.monkeypatch.setattr(sys, "argv", ["marft-agents", *arguments, *options])
+        self.monkeypatch.chdir(self.root)
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        told = self.capsys.readouterr()
+        self.error = told.err
+        return int(stopped.value.code or 0), told.out
+
+    def refuses(self, *options: str, logs: str = "logs", model: Path | None = None) -> str:
+        """The one line of an error, after checking that nothing changed."""
+        before = snapshot(self.root)
+        code, _ = self.run(*options, logs=logs, model=model)
+        assert code == 2
+        assert self.error.startswith("marft-agents: ") and self.error.count("\n") == 1
+        assert snapshot(self.root) == before
+        return self.error
+
+
+@dataclass
+class FakeGateway:
+    """Stands in for the gateway's client: moves ``CURRENT`` as the real one does."""
+
+    model: Path
+    adapters: Path
+    limit: int = 16
+    slots: int | None = None
+    refuse: str | None = None
+    swaps: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+
+    def __call__(self, url: str, **options: Any) -> FakeGateway:
+        return self
+
+    def __enter__(self) -> FakeGateway:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        registry = Registry(self.adapters)
+        return {
+            "base": describe_base(self.model).model_dump(mode="json"),
+            "agents": {a: {"current": registry.current(a)} for a in registry.agents()},
+            "max_lora_rank": self.limit,
+            "max_loras": self.slots,
+        }
+
+    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
+        if agent == self.refuse:
+            raise SwapError(f"{agent}: the engine refused")
+        self.swaps.append((agent, version))
+        Registry(self.adapters).promote(agent, version, by=by or "", evidence={})
+        return {}
+
+
+def served(shop: Shop, model: Path | None = None, **options: Any) -> FakeGateway:
+    """A server of the shop's adapters."""
+    gateway = FakeGateway(model or shop.model, shop.root / "adapters", **options)
+    shop.monkeypatch.setattr("marft_agents.cli._finetune_server.GatewayClient", gateway)
+    return gateway
