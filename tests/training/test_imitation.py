@@ -62,8 +62,15 @@ def turns(count: int = 12, *, prompts: int = 3, good: int = 2) -> list[MethodRow
 
 
 def train(
-    model: PeftModel, method: str, tmp_path: Path, *, rows: Any = None, **settings: Any
+    model: PeftModel,
+    method: str,
+    tmp_path: Path,
+    *,
+    rows: Any = None,
+    steps: int = -1,
+    **settings: Any,
 ) -> tuple[dict[str, float], list[str]]:
+    """Metrics and what was said; ``steps`` ends it early."""
     standard: dict[str, Any] = {
         "use_cpu": True,
         "learning_rate": 1e-2,
@@ -71,12 +78,14 @@ def train(
         "per_device_train_batch_size": 4,
     }
     said: list[str] = []
+    config = MarftConfig(**(standard | settings))
+    config.max_steps = steps
     with quiet():
         metrics = train_with_trl(
             model,
             method,
             {"router": turns()} if rows is None else rows,
-            MarftConfig(**(standard | settings)),
+            config,
             tmp_path / "scratch",
             said.append,
         )
@@ -119,7 +128,7 @@ def test_dpo_starts_at_ln_2_with_the_starting_adapter_as_reference(
     """The adapters' B is not zero, so the base as reference would give another loss."""
     model = make_model(model_dir)
     sums = [math.fsum(row) for row in logps(model, turns(6))]
-    metrics, _ = train(model, "dpo", tmp_path, max_steps=1, per_device_train_batch_size=8)
+    metrics, _ = train(model, "dpo", tmp_path, steps=1, per_device_train_batch_size=8)
     assert metrics["router/loss_first"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["router/logps/chosen"] == pytest.approx(sum(sums[::2]) / 3, abs=1e-3)
     assert metrics["router/logps/rejected"] == pytest.approx(sum(sums[1::2]) / 3, abs=1e-3)
@@ -132,7 +141,7 @@ def test_kto_starts_at_one_half_however_many_of_each_label(
     model, rows = make_model(model_dir), turns(good=good)
     sums = [math.fsum(row) for row in logps(model, rows)]
     metrics, _ = train(
-        model, "kto", tmp_path, rows={"router": rows}, max_steps=1, per_device_train_batch_size=12
+        model, "kto", tmp_path, rows={"router": rows}, steps=1, per_device_train_batch_size=12
     )
     assert metrics["router/loss_first"] == pytest.approx(0.5, abs=1e-4)
     assert metrics["router/kl"] == pytest.approx(0, abs=1e-4)
@@ -150,7 +159,7 @@ def test_kto_follows_its_formula_after_the_start(model_dir: Path, tmp_path: Path
         MethodRow(row.prompt_ids, BAD if row.token_ids == GOOD else GOOD, 0, 0.0) for row in rows
     ]
     other_before = [math.fsum(x) for x in logps(stopped, other)]
-    train(stopped, "kto", tmp_path, max_steps=1, **settings)
+    train(stopped, "kto", tmp_path, steps=1, **settings)
     ratios = [math.fsum(x) - b for x, b in zip(logps(stopped, rows), before, strict=True)]
     moved = [math.fsum(x) - b for x, b in zip(logps(stopped, other), other_before, strict=True)]
     z = max(0.0, sum(moved) / len(moved))
@@ -158,7 +167,7 @@ def test_kto_follows_its_formula_after_the_start(model_dir: Path, tmp_path: Path
         1 - 1 / (1 + math.exp(-beta * (r - z) * (1 if row.advantage > 0 else -1)))
         for r, row in zip(ratios, rows, strict=True)
     ]
-    metrics, _ = train(model, "kto", tmp_path, max_steps=2, **settings)
+    metrics, _ = train(model, "kto", tmp_path, steps=2, **settings)
     assert metrics["router/kl"] == pytest.approx(z, abs=1e-3)
     assert metrics["router/loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
     assert metrics["router/loss"] < 0.499
@@ -186,7 +195,7 @@ def test_turns_longer_than_trls_limit_are_trained_whole(
         MethodRow(long, r.token_ids, r.episode, r.episode_reward, r.advantage) for r in turns(2)
     ]
     before = [math.fsum(x) for x in logps(model, rows)]
-    metrics, _ = train(model, method, tmp_path, rows={"router": rows}, max_steps=1)
+    metrics, _ = train(model, method, tmp_path, rows={"router": rows}, steps=1)
     assert len(long) > 1024
     if method == "sft":
         assert metrics["router/loss_first"] == pytest.approx(-before[0] / 3, abs=1e-3)
@@ -203,7 +212,7 @@ def test_only_the_adapter_being_trained_moves(method: str, model_dir: Path, tmp_
     model = make_model(model_dir)
     before = states(model)
     base = {n: p.clone() for n, p in model.named_parameters() if ".lora_" not in n}
-    _, said = train(model, method, tmp_path, weight_decay=0.5, max_steps=2)
+    _, said = train(model, method, tmp_path, weight_decay=0.5, steps=2)
     after = states(model)
     assert [a for a in AGENTS if not same(before[a], after[a])] == ["router"]
     assert all(torch.equal(base[n], p) for n, p in model.named_parameters() if n in base)
@@ -242,14 +251,14 @@ def test_a_run_that_moves_another_adapter_is_stopped(
 
     monkeypatch.setattr(kind, "training_step", leaky)
     with pytest.raises(TrainingError, match="'router' changed writer too; nothing was published"):
-        train(model, method, tmp_path, max_steps=1)
+        train(model, method, tmp_path, steps=1)
 
 
 def test_an_adapter_with_nothing_to_learn_is_said_and_left(model_dir: Path, tmp_path: Path) -> None:
     model = make_model(model_dir)
     before = states(model)
     rows = {"router": turns(), "writer": turns()[:1]}
-    metrics, said = train(model, "kto", tmp_path, rows=rows, max_steps=1)
+    metrics, said = train(model, "kto", tmp_path, rows=rows, steps=1)
     assert {name.split("/")[0] for name in metrics} == {"router"}
     assert "kto: writer has nothing to learn from (1 desirable and 0 undesirable turns" in said[1]
     assert same(before["writer"], states(model)["writer"])
@@ -267,7 +276,7 @@ def test_the_model_is_given_back_as_it_was(method: str, model_dir: Path, tmp_pat
     config, generation = base.config.to_dict(), base.generation_config.to_dict()
     forward = base.forward
     thawed = [p.requires_grad for p in model.parameters()]
-    train(model, method, tmp_path, max_steps=1, gradient_checkpointing=True)
+    train(model, method, tmp_path, steps=1, gradient_checkpointing=True)
     assert base.forward == forward and "forward" not in model.__dict__
     assert base.config.to_dict() == config
     assert base.generation_config.to_dict() == generation
@@ -289,7 +298,7 @@ def test_nothing_is_written_but_scratch_and_nothing_is_sent(
     monkeypatch.setattr(base_trainer, "send_telemetry", phone)
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    train(make_model(model_dir), method, tmp_path, max_steps=2, save_steps=1)
+    train(make_model(model_dir), method, tmp_path, steps=2, save_steps=1)
     assert list((tmp_path / "cwd").iterdir()) == []
     assert [path for path in (tmp_path / "scratch").rglob("*") if path.is_file()] == []
 
@@ -301,7 +310,7 @@ def test_dropout_is_off_wherever_it_hides(method: str, model_dir: Path, tmp_path
         if hasattr(module, "attention_dropout"):
             module.__dict__["attention_dropout"] = 0.5
     for one in (model, plain):
-        train(one, method, tmp_path, max_steps=2)
+        train(one, method, tmp_path, steps=2)
     assert same(states(model)["router"], states(plain)["router"])
 
 
@@ -311,7 +320,7 @@ def test_training_is_repeatable_and_checkpointing_changes_nothing(
 ) -> None:
     one, other, saving = (make_model(model_dir) for _ in range(3))
     for model, checkpointing in ((one, False), (other, False), (saving, True)):
-        train(model, method, tmp_path, max_steps=3, gradient_checkpointing=checkpointing)
+        train(model, method, tmp_path, steps=3, gradient_checkpointing=checkpointing)
     assert same(states(one)["router"], states(other)["router"])
     for name, tensor in states(saving)["router"].items():
         assert torch.allclose(tensor, states(one)["router"][name], atol=1e-4)
@@ -323,7 +332,7 @@ def test_adapters_on_a_quantised_base_stay_in_float32(model_dir: Path, tmp_path:
     base: Any = model.get_base_model()
     base.is_loaded_in_8bit = True
     before = states(model)["router"]
-    metrics, _ = train(model, "dpo", tmp_path, max_steps=1, learning_rate=1e-30)
+    metrics, _ = train(model, "dpo", tmp_path, steps=1, learning_rate=1e-30)
     assert metrics["router/loss_first"] == pytest.approx(math.log(2), abs=1e-4)
     assert same(states(model)["router"], before)
     assert all(p.dtype == torch.float32 for n, p in model.named_parameters() if ".lora_" in n)
@@ -366,7 +375,7 @@ def test_steps_that_are_not_finite_change_nothing_and_stop_the_run_when_there_ar
         return out
 
     monkeypatch.setattr(kind, "compute_loss", steep)
-    _, said = train(model, method, tmp_path, max_steps=2)
+    _, said = train(model, method, tmp_path, steps=2)
     assert same(before["router"], states(model)["router"])
     assert said[-1] == "WARNING: router: 2 steps were not finite and were skipped"
     with pytest.raises(TrainingError, match="'router': 2 steps gave a gradient"):
