@@ -64,7 +64,18 @@ def make_online(
     stack: ExitStack,
     say: Callable[[str], None],
 ) -> Online:
-    """What ``finetune`` needs to run the app; closed with ``stack``."""
+    """What ``finetune`` needs to run the app; closed with ``stack``.
+
+    Raises:
+        ConfigError: the tasks and the settings do not fit.
+    """
+    once = config.group_size == 1 and len(part.tasks) >= config.episodes_per_iteration
+    if config.estimator == "group" and once:
+        raise ConfigError(
+            "estimator: group compares episodes of one task, and with group_size 1 no task of"
+            f" {len(part.tasks)} is run twice in a round of {config.episodes_per_iteration}; set"
+            " group_size to 2 or more"
+        )
     from marft_agents.training import Online
     from marft_agents.training.online import OnlineSource
 

@@ -105,6 +105,7 @@ def command(**given: Any) -> None:
     options = _Options(**given)
     _require_sense(options, flags)
     layers = _layers(options, flags)
+    _require_use_of_schedule(options, layers)
     online = _online_part(options)
     function = load_reward_function(options.reward) if options.reward is not None else None
     with ExitStack() as stack:
@@ -160,6 +161,23 @@ def _require_sense(options: _Options, flags: Mapping[str, Any]) -> None:
     for why, holds in wrong.items():
         if holds:
             raise ConfigError(why)
+
+
+def _require_use_of_schedule(
+    options: _Options, layers: Sequence[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """The flag --schedule is about policy gradients; a file may set it for other runs too.
+
+    Raises:
+        ConfigError: when nothing of this run would follow it.
+    """
+    settings = {name: value for _, values in layers for name, value in values.items()}
+    method = settings.get("offline", "awr")
+    if "schedule" in layers[-1][1] and options.online is None and method != "ppo":
+        raise ConfigError(
+            f"--schedule orders policy-gradient updates, and offline: {method} has none; add"
+            " --offline ppo or --online, or leave it out"
+        )
 
 
 def _layers(options: _Options, flags: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from marft_agents.errors import ConfigError
 from marft_agents.log import LogReader
 from marft_agents.rewards import ScoreTally
 from marft_agents.schema import parse_served_name, served_name
+from marft_agents.training.config import MarftConfig
 from marft_agents.training.plan import Plan, reward_line
 from marft_agents.training.signal import flat_tasks
 
@@ -27,6 +29,21 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _counted(counter: Counter[str]) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in counter.most_common())
+
+
+def require_sense(config: MarftConfig, *, online: bool) -> None:
+    """Refuse settings that cannot go together.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if config.offline == "none" and not online:
+        raise ConfigError("offline: none leaves nothing to do without the online stage")
+    if config.offline == "ppo" and config.schedule == "alternate" and not online:
+        raise ConfigError(
+            "schedule: alternate updates one agent a round; on logs alone it would train one agent"
+            " only. Use sequential, or go on online"
+        )
 
 
 def reading_lines(reader: LogReader, tally: ScoreTally | None) -> Iterator[str]:

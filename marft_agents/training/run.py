@@ -27,6 +27,7 @@ from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet, read_training_set
 from marft_agents.training.imitate import TRL_METHODS, imitate
 from marft_agents.training.loop import Learner
+from marft_agents.training.naming import method_lines
 from marft_agents.training.plan import (
     NewAdapter,
     Plan,
@@ -34,7 +35,7 @@ from marft_agents.training.plan import (
     Untouched,
     make_plan,
 )
-from marft_agents.training.preflight import plan_lines, reading_lines
+from marft_agents.training.preflight import plan_lines, reading_lines, require_sense
 from marft_agents.training.publish import changed_settings
 from marft_agents.training.rates import check_rates
 from marft_agents.training.results import FinetuneResult
@@ -85,6 +86,7 @@ def finetune(
         MarftError: with nothing published by the update at hand.
     """
     config = config or MarftConfig()
+    require_sense(config, online=online is not None)
     if config.process_index > 0:
         say = _silent
     check_rates(config)
@@ -95,10 +97,12 @@ def finetune(
     limits = limits or ServerLimits(config.max_lora_rank)
     reader = _reader(logs, config, online, say)
     plan = _plan_of_logs(reader, registry, base, model_dir, config, reward, limits, say)
+    say("")
+    for line in method_lines(config, logs=plan is not None, online=online is not None):
+        say(line)
     if dry_run:
         return None
     registry.require_writable()
-    say("")
     with _quiet.quiet(), tempfile.TemporaryDirectory(prefix="marft-finetune-") as scratch:
         random.seed(config.seed)
         torch.manual_seed(config.seed)
@@ -125,8 +129,6 @@ def _reader(
         LogError: when there are none and nothing will make some.
     """
     if config.offline == "none":
-        if online is None:
-            raise ConfigError("offline: none leaves nothing to do without --online")
         say("no stage on logs (offline: none)")
         return None
     if online is None:

@@ -22,6 +22,7 @@ from marft_agents.training.advantages import Credits, credit_by_agent
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet
 from marft_agents.training.loop import Learner, UpdateReport, Work, rows_by_adapter
+from marft_agents.training.naming import method_name
 from marft_agents.training.plan import Plan
 from marft_agents.training.preflight import table
 from marft_agents.training.publish import (
@@ -328,7 +329,7 @@ class Stages:
         agents = sorted(agent for agent, role in self.roles.items() if role == adapter)
         prefix = f"{adapter}/"
         facts = {
-            "method": self._method(batch.objective, batch.iteration),
+            "method": method_name(self.config, self._short_method(batch.iteration)),
             "estimator": self.config.estimator,
             "level": self.config.level,
             "objective": self._short_method(batch.iteration),
@@ -350,24 +351,6 @@ class Stages:
         meter = work.meters[adapter]
         parent = self.registry.current(adapter)
         return Trained(adapter, agents, parent, report.effects[adapter], meter.probe(), facts)
-
-    def _method(self, objective: str, iteration: int) -> str:
-        config = self.config
-        names = {
-            "marft": "MARFT",
-            "single": "single-policy PPO",
-            "ippo": "IPPO",
-            "group": "group-relative",
-        }
-        methods = {
-            "awr": "advantage-weighted regression",
-            "ppo": "clipped policy gradient",
-            "sft": "supervised on the best episodes",
-            "kto": "KTO",
-            "dpo": "DPO",
-        }
-        how = self._short_method(iteration)
-        return f"{names[config.estimator]}, {config.level} level, {methods.get(how, objective)}"
 
     def _short_method(self, iteration: int) -> str:
         return self.config.offline if iteration == 0 else "ppo"
