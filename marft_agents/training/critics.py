@@ -10,6 +10,7 @@ from torch import Tensor
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.critic import CentralCritic, CriticReport
 from marft_agents.training.dataset import EpisodeView, TurnRow
+from marft_agents.training.local_critic import LocalCritics
 from marft_agents.training.session import Session
 
 
@@ -26,8 +27,6 @@ class Critics:
         session, config = self._session, self._config
         kind: Any = CentralCritic
         if config.estimator == "ippo":
-            from marft_agents.training.local_critic import LocalCritics
-
             kind = LocalCritics
         window = min(config.critic_max_length, session.context)
         critic = kind(session.model, session.tokenizer, config, share=session.share, window=window)

@@ -72,6 +72,7 @@ class Learner:
         self.after_step: Callable[[], None] = _nothing
         """Called after every optimizer step; writes checkpoints."""
         self._progress = Progress(self.say)
+        self._told_reference = False
         self.references: dict[str, dict[str, Tensor]] = {}
         """Tensors of the adapters that the KL term pulls to, where it does."""
         if config.beta and config.kl_reference == "start":
@@ -246,6 +247,7 @@ class Learner:
         ) / len(differences)
         work.report.metrics[f"{adapter}/sampling/sampling_logp_difference/max"] = max(differences)
         if self.config.beta:
+            self._say_reference()
             batch.reference |= dict(zip(rows, self._reference(turns, adapter), strict=True))
         batch.factor |= self._factors(work)
 
@@ -258,6 +260,14 @@ class Learner:
             return self.session.score(turns, adapter)
         finally:
             load_adapter_state(self.session.model, adapter, now)
+
+    def _say_reference(self) -> None:
+        """What the KL term pulls to, once."""
+        if not self._told_reference:
+            base = self.config.kl_reference == "base"
+            to = "the base model" if base else "the adapters this run started from"
+            self.say(f"KL term: weight {self.config.beta:g}, to {to}")
+        self._told_reference = True
 
     def _factors(self, work: Work) -> dict[int, float]:
         """M_k of the adapter's rows, from the adapters of the groups before it."""
