@@ -1,6 +1,6 @@
 """A learner on the tiny model, and updates whose batches are made by hand.
 
-Router speaks first, writer after it, in one step; the router's second turn is in a step of its own.
+Agents speak one after another in one step; the first one's second turn is in a step of its own.
 Recorded log-probabilities are those of the adapters as they are when the batch is made.
 """
 
@@ -85,9 +85,9 @@ def make_learner(
 def make_rows(
     adapters: Sequence[str] = AGENTS, *, episodes: int = 6, level: str = "action", seed: int = 0
 ) -> list[TrainRow]:
-    """Three turns an episode, in completion order, with advantages of both signs."""
+    """A turn of each adapter and one more of the first, with advantages of both signs."""
     draw = random.Random(seed)
-    owners = [adapters[0], adapters[-1], adapters[0]]
+    owners = [*adapters, adapters[0]]
     rows: list[TrainRow] = []
     for episode in range(episodes):
         for k, adapter in enumerate(owners):
@@ -133,15 +133,17 @@ def make_work(
     depends: Mapping[int, list[list[int]]] | None = None,
     mean_reward: float = 0.5,
 ) -> Work:
-    """An update of these rows; the writer depends on the router unless told otherwise."""
+    """An update of these rows; each action read the ones before it unless told otherwise."""
     numbers = sorted({row.episode for row in rows})
+    last = len(learner.session.adapters)
+    read = [list(range(k)) for k in range(last + 1)]
     batch = Batch(
         objective,
         iteration,
         list(rows),
         [list(group) for group in order or [[a] for a in learner.session.adapters]],
-        dict(depends) if depends is not None else {e: [[], [0], [0, 1]] for e in numbers},
-        {e: [0, 0, 1] for e in numbers},
+        dict(depends) if depends is not None else {e: read for e in numbers},
+        {e: [0] * last + [1] for e in numbers},
     )
     return Work(batch, None, UpdateReport(iteration, objective), mean_reward)
 
