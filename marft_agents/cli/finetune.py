@@ -79,7 +79,7 @@ class _Options:
 @click.option("--schedule", metavar="|".join(CHOICES["schedule"]), help="Who is updated when.")
 @click.option("--online", metavar="MODULE:FUNCTION", help="Your app: run(task, recorder).")
 @click.option("--tasks", type=click.Path(path_type=Path), help="Tasks for --online, JSON lines.")
-@click.option("--iterations", type=int, help="Rounds online.")
+@click.option("--iterations", type=int, help="Of collecting and training, online.")
 @click.option("--server", metavar="URL", help="Swap the new versions into this running server.")
 @click.option(
     "--operator-key-env",
@@ -146,10 +146,10 @@ def _require_sense(options: _Options, flags: Mapping[str, Any]) -> None:
         "--online needs --tasks FILE: what the app is to be run on":
             online is not None and tasks is None,
         "--online needs --server URL: the app is answered by `marft-agents serve`, and every"
-        " round's versions are swapped into it": online is not None and server is None,
+        " iteration's versions are swapped into it": online is not None and server is None,
         "--tasks needs --online MODULE:FUNCTION: the app that is run on them":
             tasks is not None and offline_only,
-        "--iterations counts rounds online; it needs --online":
+        "--iterations is of the online stage; it needs --online":
             "iterations" in flags and offline_only,
         "--offline none leaves nothing to do without --online":
             flags.get("offline") == "none" and offline_only,

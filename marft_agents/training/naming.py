@@ -21,7 +21,7 @@ _ESTIMATORS = {
 }
 _SCHEDULES = {
     "sequential": "one agent after another",
-    "alternate": "one agent a round, the next one in the next",
+    "alternate": "one agent an iteration, in turn",
     "simultaneous": "all agents at once, not compounded",
 }
 
@@ -43,16 +43,13 @@ def method_lines(config: MarftConfig, *, logs: bool, online: bool) -> Iterator[s
     stages = [f"{OBJECTIVES[config.offline]} on the logs"] if logs else []
     if online:
         stages.append(
-            f"{config.iterations} rounds online of {config.episodes_per_iteration} episodes by"
+            f"{config.iterations} iterations online of {config.episodes_per_iteration} episodes by"
             f" {OBJECTIVES['ppo']}"
         )
     yield f"method: {estimator_name(config)}; {', then '.join(stages)}"
     gradient = online or (logs and config.offline == "ppo")
     if gradient:
         yield f"updates: {_updates(config)}"
-    if gradient and config.beta:
-        where = "base model" if config.kl_reference == "base" else "adapters of the run's start"
-        yield f"KL term: weight {config.beta:g}, to the {where}"
     elif config.beta:
         yield f"note: beta {config.beta:g} has no effect on {OBJECTIVES[config.offline]}"
 

@@ -41,8 +41,8 @@ def require_sense(config: MarftConfig, *, online: bool) -> None:
         raise ConfigError("offline: none leaves nothing to do without the online stage")
     if config.offline == "ppo" and config.schedule == "alternate" and not online:
         raise ConfigError(
-            "schedule: alternate updates one agent a round; on logs alone it would train one agent"
-            " only. Use sequential, or go on online"
+            "schedule: alternate updates one agent an iteration; on logs alone it would train one"
+            " agent only. Use sequential, or go on online"
         )
 
 

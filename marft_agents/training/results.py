@@ -89,7 +89,7 @@ class FinetuneResult:
     """Prompt and reply tokens of all passes, as if nothing had been shared."""
     credit_file: Path | None
     rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    """Online: numbers of every round, ``online/<name>`` and ``<adapter>/<name>``."""
+    """Online: numbers of every iteration, ``online/<name>`` and ``<adapter>/<name>``."""
     swapped: dict[str, str] = field(default_factory=dict[str, str])
     """Adapters that a server serves already, with ``yes``."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -99,7 +99,7 @@ class FinetuneResult:
 def result_lines(result: FinetuneResult, swapped: Mapping[str, str]) -> Iterator[str]:
     """The final tables; ``swapped`` says per adapter whether a server serves the new version."""
     if result.rounds:
-        yield from round_lines(result.rounds)
+        yield from iteration_lines(result.rounds)
         yield ""
     if result.adapters:
         yield from table(_adapter_rows(result.adapters, swapped))
@@ -139,24 +139,24 @@ def _adapter_rows(
     return rows
 
 
-def round_lines(rounds: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """One line a round: what was collected, what it earned, and what became of every adapter."""
+def iteration_lines(rounds: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """One line an iteration: what was collected, what it earned, and what became of every adapter."""
     names = [name for numbers in rounds for name in numbers]
     adapters = sorted({n.removesuffix("/version") for n in names if n.endswith("/version")})
-    rows: list[tuple[str, ...]] = [("round", "episodes", "failed", "reward", *adapters)]
+    rows: list[tuple[str, ...]] = [("iteration", "episodes", "failed", "reward", *adapters)]
     for number, facts in enumerate(rounds, start=1):
         rows.append((
             str(number),
             _whole(facts, "online/episodes"),
             _whole(facts, "online/failed"),
             _number(facts, ("online/reward_mean", "reward"), ".3f"),
-            *(_round_of_adapter(facts, adapter) for adapter in adapters),
+            *(_of_adapter(facts, adapter) for adapter in adapters),
         ))  # fmt: skip
     yield from table(rows)
-    yield "per adapter: version, KL to the round's start, entropy; both per token"
+    yield "per adapter: version, KL to the iteration's start, entropy; both per token"
 
 
-def _round_of_adapter(facts: Mapping[str, float], adapter: str) -> str:
+def _of_adapter(facts: Mapping[str, float], adapter: str) -> str:
     if f"{adapter}/version" not in facts:
         return "-"
     kl, entropy = (_number(facts, (f"{adapter}/{n}",), ".3f") for n in ("kl", "entropy"))

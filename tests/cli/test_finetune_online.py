@@ -44,7 +44,7 @@ def test_offline_to_online_in_one_command(shop: Shop) -> None:
     assert gateway.swaps == [(a, v) for v in (2, 3, 4) for a in ("router", "writer")]
     assert f"{URL} serves the new versions already" in out
     assert "v1 -> v4  yes" in out and "marft-agents swap" not in out
-    rounds = [line.split() for line in out.splitlines() if line.startswith(("1  ", "2  "))]
+    rounds = [line.split() for line in out.splitlines() if line.startswith(("1   ", "2   "))]
     assert [row[:3] for row in rounds] == [["1", "6", "1"], ["2", "6", "0"]]
     assert [row[4] for row in rounds] == ["v3", "v4"]
     assert "runs failed: 1 ConnectionError" in out
@@ -96,7 +96,7 @@ TASKS, SERVER = ("--tasks", "tasks.jsonl"), ("--server", URL)
         ((*ONLINE, *SERVER), "--online needs --tasks FILE"),
         ((*ONLINE, *TASKS), "--online needs --server URL"),
         (TASKS, "--tasks needs --online MODULE:FUNCTION"),
-        (("--iterations", "3"), "--iterations counts rounds online; it needs --online"),
+        (("--iterations", "3"), "--iterations is of the online stage"),
         (("--offline", "none"), "--offline none leaves nothing to do without --online"),
         (("--fresh-optimizer",), "--fresh-optimizer needs --resume"),
         (("--operator-key-env", "HOME"), "--operator-key-env needs --server"),
