@@ -73,8 +73,8 @@ def make_online(
     if config.estimator == "group" and once:
         raise ConfigError(
             "estimator: group compares episodes of one task, and with group_size 1 no task of"
-            f" {len(part.tasks)} is run twice in an iteration of {config.episodes_per_iteration}; set"
-            " group_size to 2 or more"
+            f" {len(part.tasks)} is run twice in an iteration of {config.episodes_per_iteration};"
+            " set group_size to 2 or more"
         )
     from marft_agents.training import Online
     from marft_agents.training.online import OnlineSource

@@ -140,7 +140,7 @@ def _adapter_rows(
 
 
 def iteration_lines(rounds: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """One line an iteration: what was collected, what it earned, and what became of every adapter."""
+    """One line an iteration: what was collected and earned, and what became of every adapter."""
     names = [name for numbers in rounds for name in numbers]
     adapters = sorted({n.removesuffix("/version") for n in names if n.endswith("/version")})
     rows: list[tuple[str, ...]] = [("iteration", "episodes", "failed", "reward", *adapters)]
