@@ -257,6 +257,15 @@ def _spread(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
 
 
+def reward_credits(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> Credits:
+    """No credit at all: every turn stands for what its episode earned (supervised training)."""
+    advantage = {
+        i: [data.episodes[data.rows[i].episode].total_reward]
+        for i in chain.from_iterable(by_adapter.values())
+    }
+    return Credits([], advantage, [])
+
+
 # -- advantage-weighted regression -------------------------------------------------------------
 
 

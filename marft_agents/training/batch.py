@@ -58,7 +58,7 @@ class Batch:
     """The rows of one update of all adapters."""
 
     objective: str
-    """``awr`` or ``ppo``."""
+    """``awr`` or ``ppo``; or ``sft``, ``kto``, ``dpo``, whose steps are TRL's."""
     iteration: int
     rows: list[TrainRow]
     order: list[list[str]]
@@ -108,7 +108,7 @@ def make_batch(
     iteration: int,
     order: list[list[str]],
 ) -> Batch:
-    """The rows that an objective trains on: with weight (awr), or with a ratio (ppo)."""
+    """The rows that an objective trains on: with weight (awr), with a ratio (ppo), or all."""
     wanted = {adapter for group in order for adapter in group}
     rows = [
         TrainRow(
@@ -145,4 +145,4 @@ def make_batch(
 def _is_used(objective: str, row: int, data: TrainingSet, credits: Credits) -> bool:
     if objective == "awr":
         return any(credits.weight.get(row, ()))
-    return data.rows[row].off_policy is None
+    return objective != "ppo" or data.rows[row].off_policy is None

@@ -23,7 +23,7 @@ from marft_agents.credit import compound_factors
 from marft_agents.errors import NothingToLearn
 from marft_agents.training.adam import give_back, snapshot
 from marft_agents.training.adapters import adapter_state, load_adapter_state
-from marft_agents.training.advantages import add_awr_weights, assign_credit
+from marft_agents.training.advantages import add_awr_weights, assign_credit, reward_credits
 from marft_agents.training.batch import TrainRow, make_batch
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.critics import Critics
@@ -103,7 +103,7 @@ class Learner:
         objective: str,
         iteration: int,
     ) -> Work:
-        """Values, advantages and the batch.
+        """Values, advantages and the batch; ``sft`` goes by the reward alone.
 
         Raises:
             NothingToLearn: when no adapter has turns that differ in advantage, or none whose
@@ -114,8 +114,11 @@ class Learner:
         report = UpdateReport(iteration, objective)
         mean_reward = math.fsum(e.total_reward for e in data.episodes) / len(data.episodes)
         self.guards.see_rewards(mean_reward)
-        values = self._values(data, iteration, report)
-        credits = assign_credit(data, by_adapter, values, config)
+        if objective == "sft":
+            credits = reward_credits(data, by_adapter)
+        else:
+            values = self._values(data, iteration, report)
+            credits = assign_credit(data, by_adapter, values, config)
         if objective == "awr":
             add_awr_weights(credits, by_adapter, config)
         kept = [a for a in by_adapter if a not in credits.flat]

@@ -113,6 +113,7 @@ def make_plan(
     new: Callable[[str], NewAdapter],
     max_length: int | None,
     limits: ServerLimits,
+    spread: bool = True,
     settings: Iterable[str] = (),
 ) -> Plan:
     """Decide what is trained.
@@ -131,7 +132,7 @@ def make_plan(
         {row.agent for row in data.rows}, agents, recorded=data.agents, published=published
     )
     check_adapter_settings(settings, [*roles.values(), *published])
-    require_signal(data)
+    require_signal(data, spread=spread)
     limit = max_length or context_length(model_dir) or 1 << 30
     by_adapter = _rows_by_adapter(data, roles, base, limit)
     adapters = [

@@ -42,6 +42,7 @@ from marft_agents.training.results import FinetuneResult
 from marft_agents.training.roles import check_adapter_settings
 from marft_agents.training.session import Session
 from marft_agents.training.stages import SINGLE_ADAPTER, Online, Stages
+from marft_agents.training.textlogs import renderer, text_lines
 
 Say = Callable[[str], None]
 _MAY_CHANGE = frozenset({
@@ -153,13 +154,13 @@ def _plan_of_logs(
     """The plan of the stage on logs."""
     if reader is None:
         return None
-    text = _text_renderer(model_dir) if config.offline == "sft" else None
+    text = renderer(model_dir) if config.offline == "sft" else None
     tally = None if reward is None else ScoreTally()
     episodes = reader.episodes()
     if reward is not None and tally is not None:
         episodes = score_episodes(reward, episodes, tally)
-    data = read_training_set(episodes) if text is None else read_training_set(episodes, text=text)
-    for line in reading_lines(reader, tally):
+    data = read_training_set(episodes, text=text)
+    for line in (*reading_lines(reader, tally), *text_lines(data.rows)):
         say(line)
     plan = make_plan(
         data,
@@ -170,17 +171,12 @@ def _plan_of_logs(
         new=lambda adapter: new_adapter(config, adapter),
         max_length=config.max_length,
         limits=limits,
+        spread=config.offline != "sft" or config.sft_threshold is None,
         settings=config.adapters,
     )
     for line in plan_lines(plan):
         say(line)
     return plan
-
-
-def _text_renderer(model_dir: Path) -> Any:
-    from marft_agents.training.textlogs import renderer
-
-    return renderer(model_dir)
 
 
 def new_adapter(config: MarftConfig, adapter: str) -> NewAdapter:

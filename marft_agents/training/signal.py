@@ -61,8 +61,11 @@ def _reasons(data: TrainingSet) -> str:
     return ", ".join(f"{n} {reason}" for reason, n in counts) or "none was left out"
 
 
-def require_signal(data: TrainingSet) -> None:
+def require_signal(data: TrainingSet, *, spread: bool = True) -> None:
     """Stop when there is nothing to learn from.
+
+    ``spread`` is false for supervised training above a given reward: that learns from episodes that
+    all earned the same.
 
     Raises:
         RewardError: no episode has a usable reward.
@@ -78,7 +81,7 @@ def require_signal(data: TrainingSet) -> None:
     if not data.rows:
         reasons = ", ".join(f"{n} of {a}: {why}" for (a, why), n in data.left_out_turns.items())
         raise NothingToLearn(f"no trainable turn ({reasons}); nothing was changed")
-    if not has_spread(data.episodes):
+    if spread and not has_spread(data.episodes):
         rewards = sorted({round(e.total_reward, 6) for e in data.episodes})
         raise NothingToLearn(
             f"no signal: all {len(data.episodes)} usable episodes of a task earned the same"

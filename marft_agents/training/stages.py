@@ -116,7 +116,7 @@ class Stages:
     def prepare_offline(self) -> Work:
         """Credit of the logs, and the batch made of it."""
         plan, config = self._plan, self.config
-        objective = "ppo" if config.offline == "ppo" else "awr"
+        objective = config.offline
         by_adapter = {a.adapter: a.rows for a in plan.adapters}
         work = self.learner.prepare(
             plan.data, by_adapter, self.roles, objective=objective, iteration=0
@@ -140,7 +140,7 @@ class Stages:
             raise TrainingError(f"nothing was published: {report.restored}")
         self._warn_nonfinite()
         credits = work.credits
-        if credits is not None:
+        if credits is not None and credits.actions:
             self.flat = credits.flat
             self._write_credit(credits, work)
         self.explained = report.explained_variance
@@ -263,7 +263,7 @@ class Stages:
 
     def _say_credit(self, work: Work) -> None:
         credits = work.credits
-        if credits is None:
+        if credits is None or not credits.actions:
             return
         rows = [("agent", "actions", "mean credit per action")]
         rows += [
@@ -282,6 +282,8 @@ class Stages:
                     f"{adapter}: {count} turns of little weight are skipped (together at most"
                     f" {self.config.awr_skip_share:.0%} of it)"
                 )
+        if work.batch.objective not in ("awr", "ppo"):
+            return  # the method says itself what it picks
         for adapter, count in work.report.rows.items():
             if count < SCARCE_TURNS and not self.offline_done:
                 self.say(
