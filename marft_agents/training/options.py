@@ -113,7 +113,24 @@ def merge(config: type[Any], layers: Sequence[tuple[str, Mapping[str, Any]]]) ->
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{where}: unknown setting {key!r}{hint}")
             out[key] = coerce(value, hints[key], f"{where}: {key}")
+            if key == "adapters":
+                out[key] = _of_adapters(out[key], hints, where)
     return out
+
+
+def _of_adapters(settings: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> Any:
+    """The settings of single adapters, each of the type that it has for all of them."""
+    return {
+        adapter: {
+            name: coerce(value, hints[name], f"{where}: adapters: {adapter}: {name}")
+            if name in hints
+            else value
+            for name, value in own.items()
+        }
+        if isinstance(own, Mapping)
+        else own
+        for adapter, own in settings.items()
+    }
 
 
 def refuse_managed(config: Any) -> None:

@@ -84,6 +84,57 @@ def test_case_30_an_empty_log_folder_is_named(shop: Shop) -> None:
     assert "nowhere does not exist" in shop.refuses(logs="nowhere")
 
 
+def test_case_30_an_agent_that_never_speaks_is_left_alone(shop: Shop) -> None:
+    """The planner is trained; the critic's files are the same bytes and are not swapped."""
+    config = json.loads((CASES / "30-config.json").read_text())
+    shutil.rmtree(shop.root / "adapters")
+    publish_untrained(shop.root / "adapters", shop.model, tuple(config["adapters"]))
+    records = [json.loads(x) for x in (CASES / "30-silent-agent.jsonl").read_text().splitlines()]
+    team = shop.team
+    team.adapters = {agent: f"{agent}@v1" for agent in config["adapters"]}
+    with LogWriter(team.logs) as log:
+        for record in records:
+            name = record["episode"]
+            if record["kind"] == "reward":
+                log.write(RewardEvent(episode_id=name, value=record["value"]))
+                log.write(EpisodeEnded(episode_id=name))
+                continue
+            log.write(EpisodeStarted(episode_id=name))
+            said = record["messages"][-1]["content"]
+            log.write(team.turn(name, record["agent"], record["seq"], said, record["text"]))
+    before = snapshot(shop.root / "adapters" / "critic")
+    gateway = served(shop)
+    (shop.root / "my.yaml").write_text("agents: {planner: planner, critic: critic}\n")
+    code, out = shop.run("--server", "http://127.0.0.1:1", "--config", "my.yaml")
+    assert code == 0
+    assert gateway.swaps == [("planner", 2)]
+    assert out.count("critic: 0 samples") == 2, "before training and after it"
+    assert snapshot(shop.root / "adapters" / "critic") == before
+
+
+def test_shared_frozen_and_external_agents(shop: Shop) -> None:
+    team = shop.team
+    team.adapters |= {"poet": "router@v1", "judge": None, "clerk": None}
+    agents = ("router", "poet", "writer", "judge", "clerk")
+    team.write(10, agents=agents)
+    (shop.root / "my.yaml").write_text(
+        "num_train_epochs: 1\nawr_skip_share: 0\nagents: {poet: router, router: router,"
+        " writer: frozen, judge: external}\nadapters: {clerk: {lora_rank: 2, learning_rate: 1e-3}}"
+    )
+    before = snapshot(shop.root / "adapters" / "writer")
+    code, out = shop.run("--config", "my.yaml")
+    assert code == 0, shop.error
+    registry = Registry(shop.root / "adapters")
+    assert registry.manifest("router", 2).training["agents"] == ["poet", "router"]
+    assert registry.manifest("router", 2).training["turns"] == 20
+    assert registry.manifest("clerk", 1).rank == 2
+    assert (registry.agents(), registry.versions("writer")) == (["clerk", "router", "writer"], [1])
+    assert "writer: frozen; untouched" in out and "judge: external; untouched" in out
+    assert snapshot(shop.root / "adapters" / "writer") == before
+    wrong = "adapters={clark: {lora_rank: 2}}"
+    assert "did you mean 'clerk'" in shop.refuses("--config", "my.yaml", "--set", wrong)
+
+
 def test_a_missing_model_is_named(shop: Shop) -> None:
     shop.team.write(2)
     assert "no model folder at 'nowhere'" in shop.refuses(model=Path("nowhere"))

@@ -32,6 +32,15 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
     assert (config.learning_rate, config.num_train_epochs) == (1e-4, 4.0)
 
 
+def test_settings_of_one_adapter_are_read_like_those_of_all() -> None:
+    text = "adapters: {coder: {learning_rate: 1e-4, lora_rank: 16, lora_target_modules: q_proj}}"
+    config = build(**yaml.safe_load(text))
+    assert config.of_adapter("coder", "learning_rate") == 1e-4
+    assert config.of_adapter("coder", "lora_rank") == 16
+    assert config.of_adapter("coder", "lora_target_modules") == ["q_proj"]
+    assert config.of_adapter("planner", "learning_rate") == config.learning_rate
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -55,6 +64,13 @@ def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
         ({"num_train_epochs": "inf"}, "num_train_epochs is inf; it must be a finite number"),
         ({"seed": -1}, "seed is -1; it must be between 0"),
         ({"seed": 2**32}, "it must be between 0 and 4294967295"),
+        (
+            {"adapters": {"a": {"lora_rank": "x"}}},
+            "adapters: a: lora_rank is 'x'; it must be a whole",
+        ),
+        ({"adapters": {"a": {"lora_rnk": 2}}}, "adapters: a: unknown setting 'lora_rnk'; one of"),
+        ({"adapters": {"a": {"learning_rate": -1}}}, "adapters: a: learning_rate is -1"),
+        ({"adapters": {"a": 3}}, "adapters: a is 3; it must be a mapping"),
         ({"eval_strategy": "steps"}, "eval_strategy is not set here"),
         ({"deepspeed": "zero3.json"}, "use torchrun"),
     ],
