@@ -127,7 +127,10 @@ class HeadFit:
             torch.manual_seed(settings.seed)
             self.head = ValueHead(width, settings.hidden)
         self.optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            self.head.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
         self.fits = 0
         self.anchor: ValueHead | None = None

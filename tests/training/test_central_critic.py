@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from marft_agents.credit import token_gae
 from marft_agents.errors import ConfigError
-from marft_agents.training.chains import lambda_returns
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.critic import CentralCritic, critic_settings, episode_chain
 from marft_agents.training.dataset import EpisodeView, TurnRow
+from marft_agents.training.features import Reader, Text
 from marft_agents.training.lora_critic import CRITIC_ADAPTER
 from marft_agents.training.transcript import Line, tokenise
 from tests.training.synthetic import TinyModel
@@ -228,8 +227,6 @@ def test_a_value_is_that_of_the_transcript_up_to_there(
     model: Any, tiny: TinyModel, window: int
 ) -> None:
     """The features of one pass equal those of each prefix read alone, at every token border."""
-    from marft_agents.training.features import Reader, Text
-
     episodes, rows = team(tiny, 1, truncated=True)
     sampled = [r.token_ids for r in rows]
     borders = tokenise(episodes[0].lines, _encode(tiny), sampled)
@@ -251,21 +248,3 @@ def _encode(tiny: TinyModel) -> Callable[[str], list[int]]:
         return tiny.tokenizer.encode(text, add_special_tokens=False)
 
     return encode
-
-
-def test_targets_are_the_returns_of_the_token_recursion() -> None:
-    _check_targets([3, 1, 4], [0.5, -1.0, 2.0], [0, 0, 1])
-
-
-def _check_targets(lengths: Sequence[int], rewards: Sequence[float], steps: Sequence[int]) -> None:
-    from marft_agents.training.chains import Discounts, make_links
-
-    discounts = Discounts(0.9, 0.8, 0.7, 0.6)
-    values_KL = [[0.1 * k - 0.3 * j for j in range(n)] for k, n in enumerate(lengths)]
-    credit = token_gae(
-        rewards, values_KL, steps, gamma=0.9, lam=0.8, gamma_w=0.7, lam_w=0.6, final_value=0.4
-    )
-    links = make_links(rewards, steps, lengths, discounts)
-    flat = [v for values_L in values_KL for v in values_L]
-    expected = [r for return_L in credit.return_KL for r in return_L]
-    assert lambda_returns(links, flat, 0.4) == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,6 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def model(tiny: TinyModel) -> Any:
-    import copy
-
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft = get_peft_model(copy.deepcopy(tiny.model), config, adapter_name="one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from array import array
 from typing import Any
@@ -12,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from marft_agents.credit import independent_gae, own_turns
 from marft_agents.errors import ConfigError
-from marft_agents.training.chains import Discounts, make_links
+from marft_agents.training.chains import Discounts, lambda_returns, make_links
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.critic import CriticReport
 from marft_agents.training.dataset import EpisodeView, TurnRow
@@ -26,8 +27,6 @@ DISCOUNTS = Discounts(0.9, 0.8, 0.7, 0.6)
 
 @pytest.fixture(scope="module")
 def model(tiny: TinyModel) -> Any:
-    import copy
-
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     return get_peft_model(copy.deepcopy(tiny.model), lora, adapter_name="router").eval()
 
@@ -163,8 +162,6 @@ def test_a_turn_without_a_prompt_is_worth_what_follows_it(tiny: TinyModel) -> No
 
 
 def test_links_give_the_advantages_of_the_agents_own_recursion() -> None:
-    from marft_agents.training.chains import lambda_returns
-
     episode = view(0, 1.0)
     values_K = [0.3, -0.2, 0.6]
     credit = independent_gae(
