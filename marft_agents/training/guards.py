@@ -66,7 +66,7 @@ class Guards:
 
         Args:
             largest: largest |V| of the update's episodes.
-            returns: largest |return| of them.
+            returns: most that rewards of one of them add up to, signs aside.
 
         Raises:
             Tripped: when they are, or are not finite.

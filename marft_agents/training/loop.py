@@ -157,7 +157,7 @@ class Learner:
         report.explained_variance = found.explained_variance
         report.metrics["critic/explained_variance"] = found.explained_variance
         report.metrics["critic/loss"] = found.loss
-        returns = max(abs(e.total_reward) for e in data.episodes)
+        returns = max(math.fsum(map(abs, e.reward_K)) for e in data.episodes)
         try:
             self.guards.check_values(found.largest_value, returns)
         except Tripped as error:
