@@ -12,9 +12,10 @@ from marft_agents.log import LogReader
 from marft_agents.registry import Registry, describe_base
 from marft_agents.schema import Sampling
 from marft_agents.training._quiet import quiet
+from marft_agents.training.adapters import start_folder
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import read_training_set
-from marft_agents.training.plan import NewAdapter, ServerLimits, make_plan
+from marft_agents.training.plan import NewAdapter
 from marft_agents.training.replay import Replay, Replayer, replay_lines
 from marft_agents.training.session import Session
 from tests.tiny_model import make_tiny_model
@@ -28,25 +29,31 @@ from tests.training.synthetic import (
 
 
 def replay(logs: Path, registry: Registry, model_dir: Path, scratch: Path) -> Replay:
-    plan = make_plan(
-        read_training_set(LogReader(logs).episodes()),
-        registry=registry,
-        base=describe_base(model_dir),
-        model_dir=model_dir,
-        agents={},
-        new=NewAdapter(4, 8, ["q_proj"]),
-        max_length=None,
-        limits=ServerLimits(16),
-    )
+    """What a run does before it trains, from the versions in use."""
+    data, base = read_training_set(LogReader(logs).episodes()), describe_base(model_dir)
+    current = {agent: registry.current(agent) for agent in ("router", "writer")}
+    new = NewAdapter(4, 8, ["q_proj"])
+    folders = {
+        agent: start_folder(agent, version, registry, model_dir, new, seed=0, scratch=scratch)
+        for agent, version in current.items()
+    }
     before = snapshot(registry.root)
     with quiet():
-        session = Session(plan, registry, MarftConfig(use_cpu=True), scratch, lambda line: None)
-        replayer = Replayer(session.model, plan, registry, pack_tokens=512, share=session.share)
+        session = Session(model_dir, folders, MarftConfig(use_cpu=True), lambda line: None)
+        session.try_sharing(data.rows)
+        replayer = Replayer(
+            session.model,
+            base,
+            registry,
+            {(agent, version): agent for agent, version in current.items()},
+            pack_tokens=512,
+            share=session.share,
+        )
         try:
-            return replayer.check(turns=4, tolerance=0.05, seed=0)
+            return replayer.check(data.rows, turns=4, tolerance=0.05, seed=0)
         finally:
-            assert set(session.model.peft_config) == {a.adapter for a in plan.adapters}
-            assert session.model.active_adapters == [plan.adapters[0].adapter]
+            assert set(session.model.peft_config) == set(folders)
+            assert session.model.active_adapters == ["router"]
             assert snapshot(registry.root) == before
 
 
