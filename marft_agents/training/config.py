@@ -59,7 +59,8 @@ class MarftConfig(BaseConfig):
     save_strategy: str = _setting("steps", "`no` writes no checkpoint for --resume.")
     save_steps: float = _setting(50, "Optimizer steps between two checkpoints.")
     save_total_limit: int | None = _setting(2, "Checkpoints kept.")
-    logging_steps: float = _setting(5, "Steps between two lines of progress.")
+    logging_steps: float = _setting(5, "Steps between two reports to the trackers.")
+    project: str = _setting("marft-agents", "The trackers' project (report_to, run_name).")
     remove_unused_columns: bool = _setting(False, "Kept off: rows are ours.")
     dataloader_pin_memory: bool = _setting(False, "Rows are packed on the fly.")
 

@@ -47,8 +47,10 @@ def imitate(stages: Stages) -> None:
         stages.scratch / "trl",
         stages.say,
         share=session.share,
+        log=learner.trainer.report,
     )
     session.model.eval()
+    learner.steps_taken = learner.trainer.state.global_step
     learner.trainer.metrics |= metrics
     for adapter in [a for a in work.meters if not any(n.startswith(f"{a}/") for n in metrics)]:
         del work.meters[adapter]

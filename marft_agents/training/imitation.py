@@ -58,6 +58,7 @@ from marft_agents.training.preferences import MethodRow, Selection, select
 from marft_agents.training.scoring import score_turns
 
 Say = Callable[[str], None]
+Log = Callable[[dict[str, float], int], None]
 _QUIET_S = 10.0
 _NOT_METRICS = ("epoch", "learning_rate", "num_tokens", "step")
 
@@ -71,12 +72,14 @@ def train_with_trl(
     say: Say,
     *,
     share: bool = False,
+    log: Log | None = None,
 ) -> dict[str, float]:
     """Train the named adapters of ``model`` by ``method`` (sft, kto or dpo), in the order given.
 
     Args:
         scratch: a folder for the trainers; nothing that is kept goes there.
         share: whether this model scores turns with shared prefixes exactly.
+        log: receives the metrics of a step, for tracking, and the step's number in the stage.
 
     Returns:
         The last metrics as ``<adapter>/<name>``, and ``<adapter>/loss_first`` of the first step.
@@ -98,12 +101,17 @@ def train_with_trl(
     for adapter, why in selection.idle.items():
         say(f"{method}: {adapter} has nothing to learn from ({why}); untouched")
     metrics: dict[str, float] = {}
+    steps = 0
     for adapter in selection.adapters:
         with only_this_moves(model, adapter), model_restored(model):
             model.set_adapter(adapter)
             switch_dropout_off(model)
             examples = _examples(model, adapter, selection, config, share)
-            metrics |= _train(model, adapter, selection, examples, config, scratch, say)
+            watch = _Watch(adapter, config, say, log, steps)
+            steps += _train(model, adapter, selection, examples, config, scratch, watch)
+        if watch.nonfinite:
+            say(f"WARNING: {adapter}: {watch.nonfinite} steps were not finite and were skipped")
+        metrics |= {f"{adapter}/{name}": value for name, value in watch.metrics.items()}
     return metrics
 
 
@@ -178,6 +186,7 @@ def _arguments(
         "eval_strategy": "no",
         "load_best_model_at_end": False,
         "push_to_hub": False,
+        "report_to": "none",  # the run's own trainer reports, under the adapter's name
         "logging_first_step": True,
         "dataloader_drop_last": False,
         "remove_unused_columns": False,
@@ -231,9 +240,9 @@ def _train(
     examples: list[Example],
     config: MarftConfig,
     scratch: Path,
-    say: Say,
-) -> dict[str, float]:
-    watch = _Watch(adapter, config, say)
+    watch: _Watch,
+) -> int:
+    """Steps that were taken."""
     try:
         arguments = _arguments(adapter, selection, config, scratch)
         trainer = _make_trainer(model, selection.method, arguments, examples, watch)
@@ -241,16 +250,17 @@ def _train(
     except (ValueError, ImportError, RuntimeError) as error:
         raise ConfigError(f"a setting was refused: {str(error).splitlines()[0]}") from error
     trainer.train()
-    if watch.nonfinite:
-        say(f"WARNING: {adapter}: {watch.nonfinite} steps were not finite and were skipped")
-    return {f"{adapter}/{name}": value for name, value in watch.metrics.items()}
+    return int(trainer.state.global_step)
 
 
 class _Watch(TrainerCallback):
     """Progress, metrics, and the guard against gradients that are not finite."""
 
-    def __init__(self, adapter: str, config: MarftConfig, say: Say) -> None:
+    def __init__(
+        self, adapter: str, config: MarftConfig, say: Say, log: Log | None, steps_before: int
+    ) -> None:
         self._adapter, self._limit, self._say = adapter, config.max_nonfinite_steps, say
+        self._log, self._steps_before = log, steps_before
         self._started = self._spoke = time.monotonic()
         self.metrics: dict[str, float] = {}
         self.nonfinite = 0
@@ -280,6 +290,9 @@ class _Watch(TrainerCallback):
         if "loss" not in values:
             return
         self.metrics |= {"loss_first": self.metrics.get("loss_first", values["loss"]), **values}
+        if self._log is not None:
+            step = self._steps_before + state.global_step
+            self._log({f"{self._adapter}/{name}": value for name, value in values.items()}, step)
         now = time.monotonic()
         if state.global_step == state.max_steps or now - self._spoke > _QUIET_S:
             self._spoke = now

@@ -43,11 +43,12 @@ from marft_agents.training.roles import check_adapter_settings
 from marft_agents.training.session import Session
 from marft_agents.training.stages import SINGLE_ADAPTER, Online, Stages
 from marft_agents.training.textlogs import renderer, text_lines
+from marft_agents.training.tracking import check_trackers, tracked, tracking_lines
 
 Say = Callable[[str], None]
 _MAY_CHANGE = frozenset({
     "iterations", "save_steps", "save_total_limit", "save_strategy", "logging_steps", "at_once",
-    "episode_timeout", "report_to", "max_guard_trips", "max_nonfinite_steps", "run_name",
+    "episode_timeout", "report_to", "project", "max_guard_trips", "max_nonfinite_steps", "run_name",
 })  # fmt: skip
 """Settings that a resumed run may change without becoming another run."""
 
@@ -91,6 +92,7 @@ def finetune(
     if config.process_index > 0:
         say = _silent
     check_rates(config)
+    check_trackers(config)
     registry = Registry(output)
     base, model_dir = describe_base(model), resolve_model_dir(model)
     settings = changed_settings(config)
@@ -104,6 +106,9 @@ def finetune(
     if dry_run:
         return None
     registry.require_writable()
+    config = tracked(config, registry.root)
+    for line in tracking_lines(config):
+        say(line)
     with _quiet.quiet(), tempfile.TemporaryDirectory(prefix="marft-finetune-") as scratch:
         random.seed(config.seed)
         torch.manual_seed(config.seed)

@@ -128,8 +128,14 @@ class MarftTrainer(BaseTrainer):
     def run(self, program: Iterator[Block]) -> None:
         """Take a step for every block of the program."""
         self._program = program
+        self.state.global_step = self.steps_before
         if self.advance():
             self.train()
+
+    def report(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log what another trainer did at a step of the run."""
+        self.state.global_step = step
+        self.log(dict(metrics))
 
     @property
     def block(self) -> Block:

@@ -346,14 +346,11 @@ def test_kto_needs_two_turns_in_a_batch(model_dir: Path, tmp_path: Path) -> None
         train(make_model(model_dir), "kto", tmp_path, per_device_train_batch_size=1)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"report_to": "no-such-tracker"}, {"optim": "paged_adamw_8bit"}]
-)
 def test_a_setting_that_cannot_be_carried_out_is_the_users_mistake(
-    settings: dict[str, Any], model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="a setting was refused"):
-        train(make_model(model_dir), "sft", tmp_path, **settings)
+        train(make_model(model_dir), "sft", tmp_path, optim="paged_adamw_8bit")
 
 
 def _infinite(grad: torch.Tensor) -> torch.Tensor:
