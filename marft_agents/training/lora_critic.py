@@ -29,17 +29,13 @@ from marft_agents.training.features import (
     flags_kept,
     read_group,
 )
-from marft_agents.training.value_head import (
-    CriticSettings,
-    HeadFit,
-    Read,
+from marft_agents.training.named_state import (
     adam_shapes,
     adam_state,
-    draw,
     load_adam_state,
     require_shapes,
-    targets,
 )
+from marft_agents.training.value_head import CriticSettings, HeadFit, Read, draw, targets
 
 CRITIC_ADAPTER = "marft-critic"
 _HEAD_PASSES = 20

@@ -20,13 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from marft_agents.errors import ConfigError
 from marft_agents.training.chains import Chain, Discounts, lambda_returns, rewards_to_go
+from marft_agents.training.named_state import (
+    adam_shapes,
+    adam_state,
+    load_adam_state,
+    require_shapes,
+)
 
 _EPOCH = 1 << 15
 _BATCHES = 32
@@ -296,68 +300,3 @@ def lessons(
     weights = torch.tensor(weight)
     rows = torch.cat([_lesson_rows(read) for read in reads])
     return rows, torch.tensor(target), weights / weights.mean()
-
-
-def adam_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    """Adam's moments and steps under ``<tensor>.exp_avg`` and so on."""
-    out: dict[str, Tensor] = {}
-    for name, parameter in named.items():
-        moments: dict[str, Any] = optimizer.state.get(parameter, {})
-        for key, tensor in moments.items():
-            out[f"{name}.{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
-    return out
-
-
-def adam_shapes(named: Mapping[str, nn.Parameter]) -> dict[str, torch.Size]:
-    """What ``adam_state`` returns after a step, as shapes."""
-    out: dict[str, torch.Size] = {}
-    for name, parameter in named.items():
-        out |= {f"{name}.{key}": parameter.shape for key in ("exp_avg", "exp_avg_sq")}
-        out[f"{name}.step"] = torch.Size(())
-    return out
-
-
-def load_adam_state(
-    optimizer: torch.optim.Optimizer,
-    named: Mapping[str, nn.Parameter],
-    state: Mapping[str, Tensor],
-) -> None:
-    """Put back what ``adam_state`` returned; a tensor without moments starts anew."""
-    for name, parameter in named.items():
-        keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}.{key}" in state]
-        optimizer.state.pop(parameter, None)
-        if keys:
-            where = {key: "cpu" if key == "step" else parameter.device for key in keys}
-            optimizer.state[parameter] = {
-                key: state[f"{name}.{key}"].to(where[key], copy=True) for key in keys
-            }
-
-
-def require_shapes(state: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Check that a state has these tensors and no others.
-
-    Raises:
-        ConfigError: when it has not.
-    """
-    wrong = sorted(
-        name
-        for name in {*state, *expected}
-        if name not in state or name not in expected or state[name].shape != expected[name]
-    )
-    if not wrong:
-        return
-
-    def said(tensors: Mapping[str, Any], name: str) -> str:
-        if name not in tensors:
-            return "no such tensor"
-        shape = tensors[name] if isinstance(tensors[name], torch.Size) else tensors[name].shape
-        return f"shape {list(shape)}"
-
-    name = wrong[0]
-    raise ConfigError(
-        f"the saved critic does not fit this run: {name} has {said(state, name)} there and"
-        f" {said(expected, name)} here ({len(wrong)} tensors differ); use the base model and the"
-        " critic_* settings that it was trained with, or start without it"
-    )

@@ -172,6 +172,8 @@ def test_a_saved_critic_continues_bit_for_bit(
     ends = [c.state() for c in (one, other)]
     assert ends[0].keys() == ends[1].keys() == state.keys()
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+    steps = [name for name in state if name.endswith(".step")]
+    assert steps and all(ends[0][name] > state[name] for name in steps)
     moved = [name for name in state if not torch.equal(state[name], ends[0][name])]
     assert any("lora_B" in name for name in moved) == (kind == "lora")
 

@@ -88,6 +88,9 @@ def test_a_text_longer_than_the_window_is_read_in_windows(model: Any, tiny: Tiny
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(places)))
     states = Reader(model, True, 20, 1000).read([Text(IDS, places)])
     assert torch.allclose(states[0], alone(tiny.model.model, IDS[:7]), atol=1e-4)
+    both = Reader(model, True, 20, 1000).read([Text(IDS, places), Text(IDS, [3, 70])])
+    assert torch.allclose(both[: len(places)], states, atol=1e-4)
+    assert torch.allclose(both[-1], states[places.index(70)], atol=1e-4)
     starts = {row: IDS.index(piece.prompt_ids[0]) for piece in pieces for row in piece.rows}
     for row, place in enumerate(places):
         window = IDS[starts[row] : place + 1]
