@@ -108,18 +108,20 @@ class Team:
         agents: Sequence[str] = AGENTS,
         end: str = "terminated",
         prefix: str = "e",
+        task: str | None = None,
         **fields: Any,
     ) -> None:
         draw = random.Random(seed)
         with LogWriter(self.logs) as log:
             for n in range(count):
                 name = f"{prefix}{n}"
-                task = f"ticket {n % 10}: the quick brown fox {draw.randrange(10)}"
-                log.write(EpisodeStarted(episode_id=name, task=task))
+                ticket = f"ticket {n % 10}: the quick brown fox {draw.randrange(10)}"
+                said = ticket if task is None else task
+                log.write(EpisodeStarted(episode_id=name, task=said))
                 good = [draw.random() < 0.5 for _ in agents]
                 for index, agent in enumerate(agents):
                     reply = GOOD if good[index] else BAD
-                    log.write(self.turn(name, agent, index, task, reply, **fields))
+                    log.write(self.turn(name, agent, index, said, reply, **fields))
                 value = reward(good[0], good[-1])
                 if value is not None:
                     log.write(RewardEvent(episode_id=name, value=value))

@@ -151,7 +151,7 @@ def test_a_step_that_went_wrong_does_not_switch_the_guard_off(
 
     learner = make_learner(model_dir, tmp_path)
     rows = [r for r in recorded(learner, make_rows()) if r.adapter == "router"]
-    Sick(monkeypatch, 5)
+    Sick(monkeypatch, tmp_path, 5)
     learn(learner, [make_work(learner, rows, order=[["router"]])])
     assert learner.trainer.nonfinite == {"router": 1}
     assert math.isfinite(learner.guards.first_entropy["router"])

@@ -15,11 +15,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from marft_agents.errors import ConfigError, NothingToLearn, RegistryError, TrainingError
+from marft_agents.errors import NothingToLearn, RegistryError, TrainingError
 from marft_agents.log import LogReader
 from marft_agents.registry import Registry
 from marft_agents.training import FinetuneResult, MarftConfig, MarftTrainer, finetune
 from marft_agents.training._quiet import quiet
+from marft_agents.training.checkpoint import CHECKPOINTS, LEARNER, checkpoints, read
 from marft_agents.training.results import result_lines
 from tests.training.synthetic import (
     BAD,
@@ -31,6 +32,7 @@ from tests.training.synthetic import (
     publish_untrained,
     snapshot,
 )
+from tests.training.test_trainer import Sick
 
 
 def settings(**values: Any) -> MarftConfig:
@@ -57,6 +59,8 @@ class Run:
         )
         assert isinstance(result, FinetuneResult)
         self.result = result
+        self.used = {a.adapter: a.used for a in result.adapters}
+        self.steps = {name: 6 * math.ceil(count / 8) for name, count in self.used.items()}
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +126,13 @@ def test_the_manifest_says_what_it_was_trained_on(run: Run) -> None:
     training = run.registry.manifest("router", 2).training
     assert (training["episodes"], training["turns"], training["agents"]) == (24, 24, ["router"])
     assert training["settings"]["num_train_epochs"] == 6
-    assert training["recorded_under"] == {"router@v1": 24}
+    assert training["recorded_under"] == {"router@v1": run.used["router"]}
     assert training["effect"]["good_after"] > training["effect"]["good_before"]
     assert {"loss", "logp", "weight_mean", "entropy"} <= set(training["metrics"])
 
 
 def test_credit_is_written_for_every_action(run: Run) -> None:
+    assert run.result.credit_file is not None
     lines = [json.loads(x) for x in run.result.credit_file.read_text().splitlines()]
     assert len(lines) == 48
     assert set(lines[0]) == {
@@ -139,26 +144,36 @@ def test_credit_is_written_for_every_action(run: Run) -> None:
         assert sum(x["delta"] for x in own) == pytest.approx(reward - own[0]["value"])
 
 
-def test_the_critic_is_kept_beside_the_adapters(run: Run) -> None:
-    (folder,) = (run.adapters / ".critic").iterdir()
-    facts = json.loads((folder / "critic.json").read_text())
-    assert facts["base_fingerprint"] == run.registry.manifest("router", 2).base.fingerprint
-    assert load_file(folder / "critic.safetensors")["net.0.weight"].shape == (64, 32)
+def test_adam_and_critic_are_kept_beside_the_adapters(run: Run) -> None:
+    (folder,) = (run.adapters / LEARNER).iterdir()
+    saved = read(folder)
+    fingerprint = run.registry.manifest("router", 2).base.fingerprint
+    assert saved.facts["base"]["fingerprint"] == fingerprint
+    assert saved.facts["versions"] == {"router": 2, "writer": 2}
+    assert any(name.startswith("critic/") for name in saved.tensors)
+    steps = {
+        agent: {float(t) for n, t in saved.tensors.items() if n.startswith(f"adam/{agent}/")
+                and n.endswith("/step")}
+        for agent in ("router", "writer")
+    }  # fmt: skip
+    assert steps == {agent: {float(run.steps[agent])} for agent in steps}
+    weights = load_file(run.registry.path("router", 2) / "adapter_model.safetensors")
+    assert all(torch.equal(t, saved.tensors[f"adapter/router/{n}"]) for n, t in weights.items())
     assert run.registry.agents() == ["poet", "router", "writer"]
+    assert checkpoints(run.adapters / CHECKPOINTS) == [], "a run that ended has none"
 
 
 def test_the_output_says_what_was_done(run: Run) -> None:
     said = "\n".join(run.said)
-    used = {a.adapter: a.turns - a.skipped for a in run.result.adapters}
-    steps = {name: 6 * math.ceil(count / 8) for name, count in used.items()}
+    used, steps = run.used, run.steps
     for expected in (
         "episodes: 24 of 24 usable",
         "poet: 0 samples; untouched",
         "replay: router under router@v1: 8 turns",
-        "value model: reading 24 transcripts",
+        "value model: read 24 transcripts",
         f"router: {24 - used['router']} turns of little weight are skipped",
         f"WARNING: only {used['router']} turns carry what router learns",
-        f"training: {sum(used.values())} turns in 6 passes, {sum(steps.values())} steps",
+        f"training: {sum(used.values())} turns, router then writer",
         f"router: step {steps['router']}/{steps['router']}",
         f"writer: step {steps['writer']}/{steps['writer']}",
     ):
@@ -258,15 +273,17 @@ def test_truncated_episodes_are_bootstrapped_and_trained(
     assert Registry(tmp_path / "adapters").agents() == ["router"]
 
 
-def _nan_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute_loss(self: MarftTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(float("nan"))
-
-    monkeypatch.setattr(MarftTrainer, "compute_loss", compute_loss)
+def _nan_loss(monkeypatch: pytest.MonkeyPatch, dumps: Path) -> None:
+    Sick(monkeypatch, dumps, *range(99))
 
 
-def _no_movement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MarftTrainer, "train", lambda self: None)  # pyright: ignore[reportUnknownLambdaType] stands in for a loop that does nothing
+def _no_movement(monkeypatch: pytest.MonkeyPatch, dumps: Path) -> None:
+    def stand_still(self: MarftTrainer) -> None:
+        optimizer: Any = self.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    monkeypatch.setattr(MarftTrainer, "_set_rates", stand_still)
 
 
 @pytest.mark.parametrize(
@@ -274,16 +291,17 @@ def _no_movement(monkeypatch: pytest.MonkeyPatch) -> None:
     [(_nan_loss, "not finite"), (_no_movement, "did not move in training")],
 )
 def test_a_run_that_fails_publishes_nothing(
-    sabotage: Callable[[pytest.MonkeyPatch], None],
+    sabotage: Callable[[pytest.MonkeyPatch, Path], None],
     message: str,
     run: Run,
     model_dir: Path,
     tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publish_untrained(tmp_path / "adapters", model_dir)
     before = snapshot(tmp_path)
-    sabotage(monkeypatch)
+    sabotage(monkeypatch, tmp_path_factory.mktemp("dumps"))
     with pytest.raises(TrainingError, match=message):
         finetune(
             [run.logs],
@@ -295,8 +313,9 @@ def test_a_run_that_fails_publishes_nothing(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("estimator", ["marft", "group"])
 def test_a_log_without_reward_spread_changes_nothing(
-    model_dir: Path, tiny: TinyModel, tmp_path: Path
+    estimator: str, model_dir: Path, tiny: TinyModel, tmp_path: Path
 ) -> None:
     """Case 16: all flat."""
     Team(tiny, tmp_path / "logs").write(6, reward=lambda router, writer: 1.0)
@@ -307,19 +326,56 @@ def test_a_log_without_reward_spread_changes_nothing(
             [tmp_path / "logs"],
             model=str(model_dir),
             output=tmp_path / "adapters",
-            config=settings(),
+            config=settings(estimator=estimator, beta=0.1, offline="ppo"),
             say=lambda line: None,
         )
     assert snapshot(tmp_path) == before
 
 
-def test_several_processes_are_refused_before_any_of_them_publishes(
-    run: Run, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("estimator", ["marft", "group"])
+def test_case_15_episodes_that_nobody_scored_have_no_gradient(
+    estimator: str, model_dir: Path, tiny: TinyModel, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(MarftConfig, "world_size", 2)
-    with pytest.raises(ConfigError, match="2 training processes were started; start one"):
-        finetune([run.logs], model=str(model_dir), output=tmp_path / "a", config=settings())
-    assert not (tmp_path / "a").exists()
+    """Case 15: a missing reward is no zero; the same weights, bit for bit, and the counts said."""
+    weights: list[bytes] = []
+    for unscored in (0, 4):
+        root = tmp_path / str(unscored)
+        team = Team(tiny, root / "logs")
+        team.write(6, task="the same")
+        team.write(unscored, seed=5, reward=lambda r, w: None, prefix="u", task="the same")
+        publish_untrained(root / "adapters", model_dir)
+        said: list[str] = []
+        finetune(
+            [root / "logs"],
+            model=str(model_dir),
+            output=root / "adapters",
+            config=settings(estimator=estimator, num_train_epochs=1),
+            say=said.append,
+        )
+        path = Registry(root / "adapters").path("router", 2) / "adapter_model.safetensors"
+        weights.append(path.read_bytes())
+        assert f"episodes: 6 of {6 + unscored} usable" in said
+    assert weights[0] == weights[1]
+
+
+def test_tasks_that_each_earn_the_same_teach_a_group_nothing(
+    model_dir: Path, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """Case 16: the rewards differ between tasks and never within one."""
+    for n, value in enumerate((0.0, 0.7, 1.0)):
+        team = Team(tiny, tmp_path / "logs")
+        team.write(3, reward=lambda r, w, v=value: v, prefix=f"t{n}-", task=f"task {n}")
+    publish_untrained(tmp_path / "adapters", model_dir)
+    before = snapshot(tmp_path)
+    with pytest.raises(NothingToLearn, match=r"no signal|none of the 3 tasks has two"):
+        finetune(
+            [tmp_path / "logs"],
+            model=str(model_dir),
+            output=tmp_path / "adapters",
+            config=settings(estimator="group"),
+            say=lambda line: None,
+        )
+    assert snapshot(tmp_path) == before
 
 
 def test_a_registry_that_cannot_be_written_is_named(
@@ -329,7 +385,9 @@ def test_a_registry_that_cannot_be_written_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Registry, "publish", full)
-    with pytest.raises(RegistryError, match=r"cannot write to .*No space left on device"):
+    with pytest.raises(
+        RegistryError, match=r"cannot publish 'router' in .*No space left on device"
+    ):
         finetune(
             [run.logs],
             model=str(model_dir),

@@ -193,10 +193,13 @@ def test_training_is_repeatable(model_dir: Path, tmp_path: Path) -> None:
 
 
 class Sick:
-    """Spoils the loss (or its gradient) of some packs, counted from 0."""
+    """Spoils the loss (or its gradient) of some packs, counted from 0; dumps go to a folder."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *packs: int, gradient: bool = False):
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, dumps: Path, *packs: int, gradient: bool = False
+    ) -> None:
         self.packs, self.gradient, self.count = set(packs), gradient, 0
+        monkeypatch.setattr("tempfile.tempdir", str(dumps))
         for name in ("ppo_pack", "awr_pack"):
             self._wrap(monkeypatch, name)
 
@@ -233,7 +236,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_others_go_on(
     rows = recorded(learner, of("router"))
     watch = Watch(learner)
     learn(learner, [make_work(learner, rows, objective=objective, order=[["router"]])])
-    Sick(monkeypatch, 1, gradient=gradient)
+    Sick(monkeypatch, tmp_path, 1, gradient=gradient)
     again = make_work(learner, rows, objective=objective, order=[["router"]])
     (report,) = learn(learner, [again])
     assert learner.trainer.nonfinite == {"router": 1}
@@ -249,7 +252,7 @@ def test_a_step_of_several_packs_is_dropped_whole(
     learner = make_learner(model_dir, tmp_path, share=False, num_train_epochs=1.0)
     rows = recorded(learner, of("router"))
     watch = Watch(learner)
-    Sick(monkeypatch, 1)
+    Sick(monkeypatch, tmp_path, 1)
     learn(learner, [make_work(learner, rows, order=[["router"]])])
     assert watch.moved == [[], ["router"]] == watch.adam_moved
 
@@ -259,15 +262,15 @@ def test_too_many_of_them_stop_the_run_and_name_the_turns(
 ) -> None:
     learner = make_learner(model_dir, tmp_path, max_nonfinite_steps=1)
     rows = recorded(learner, of("router"))
-    Sick(monkeypatch, *range(99))
+    Sick(monkeypatch, tmp_path, *range(99))
     work = make_work(learner, rows, order=[["router"]])
     before = states(learner)
     with pytest.raises(TrainingError, match="'router': 2 steps gave a loss that is not") as caught:
         learn(learner, [work])
     assert all(same(before[a], states(learner)[a]) for a in AGENTS)
     named = str(caught.value).split("the turns of the last one: ")[1].split(")")[0]
+    assert Path(named).parent == tmp_path
     dump = json.loads(Path(named).read_text())
-    Path(named).unlink()
     block = learner.trainer.block
     assert dump["turns"] == [rows[i].turn_id for i in block.rows] and len(dump["turns"]) == 4
 
