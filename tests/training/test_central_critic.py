@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -222,6 +223,20 @@ def test_ids_outside_the_vocabulary_are_read_as_text(model: Any, tiny: TinyModel
     report = critic(model, tiny, level="token").evaluate(episodes, rows, seed=0)
     values_KL = report.values[0].values_KL
     assert values_KL is not None and [len(v) for v in values_KL] == [1, len(rows[1].token_ids)]
+
+
+def test_the_places_of_a_chain_are_the_states_before_its_tokens() -> None:
+    lines = [Line("a", "x", True), Line("b", "yes", True)]
+    borders = tokenise(lines, lambda text: [ord(c) for c in text], [[901, 902, 903], None])
+    seen = dataclasses.replace(episode(0, 1.0, truncated=True), lines=lines)
+    chain = episode_chain(0, seen, borders, critic_settings(config()).discounts)
+    (text,) = chain.texts
+    ends = [list(text.ids[: place + 1])[-2:] for place in text.places]
+    colon, hash_, line = map(ord, ":#\n")
+    assert ends[:4] == [[ord("a"), colon], [colon, 901], [901, 902], [ord("b"), colon]]
+    assert ends[4:] == [[hash_, line]] * 3
+    assert text.places[4] < text.places[0] < text.places[5] < text.places[3] < text.places[6]
+    assert chain.action_P == [0, 0, 0, 1] and chain.opened and chain.final
 
 
 @pytest.mark.parametrize("window", [512, 24])
