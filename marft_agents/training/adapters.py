@@ -192,8 +192,8 @@ def change_norms(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[st
         return float(torch.sqrt(sum((t.double() ** 2).sum() for t in tensors) + torch.zeros(())))
 
     return {
-        "change_norm": norm([after[name] - before[name] for name in before]),
-        "b_norm": norm([tensor for name, tensor in after.items() if ".lora_B." in name]),
+        "change_norm": norm([after[name] - before[name] for name in sorted(before)]),
+        "b_norm": norm([after[name] for name in sorted(after) if ".lora_B." in name]),
     }
 
 
