@@ -13,7 +13,7 @@ from marft_agents.training import cross_fitting
 from marft_agents.training.chains import Chain, Links
 from marft_agents.training.cross_fitting import Shelf, deal
 from marft_agents.training.shrinking import shrink
-from marft_agents.training.value_head import HeadFit, Read, ValueHead
+from marft_agents.training.value_head import HeadFit, Read, ValueHead, lessons
 from tests.training.critic_worlds import (
     SETTINGS,
     WIDTH,
@@ -116,6 +116,21 @@ def test_truncated_ends_do_not_add_up() -> None:
     shrunk = shrunk_values(new_critic(dataclasses.replace(SETTINGS, epochs=100)), table, chains)
     assert all(-0.1 <= v <= 1.1 for row in shrunk.values for v in row)
     assert shrunk.explained_variance > 0.5
+
+
+def test_a_truncated_end_is_bootstrapped_from_the_head_before_the_fit() -> None:
+    table, chains, rewards = world(20, informative=True, truncated=True)
+    head = HeadFit(WIDTH, SETTINGS)
+    reads = [Read(chain, table.read(chain.texts)) for chain in chains]
+    mean = math.fsum(rewards) / len(rewards)
+    prepared = head.prepare(reads)
+    assert [read.final for read in prepared] == pytest.approx([mean] * 20)
+    head.train(prepared, epochs=10, seed=0)
+    ends = [read.final for read in head.prepare(reads)]
+    assert ends == pytest.approx([float(head.values(r.features[-1:])) for r in reads])
+    assert max(ends) - min(ends) > 0.1
+    target = lessons(prepared[:1], head.values)[1].tolist()
+    assert target == pytest.approx([rewards[0] + mean] * 4, abs=0.2)
 
 
 def test_the_head_starts_at_the_mean_return() -> None:
