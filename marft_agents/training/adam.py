@@ -14,6 +14,7 @@ from torch import Tensor
 from marft_agents.training.adapters import plain_name
 from marft_agents.training.trainer import MarftTrainer
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 Snapshot = dict[str, tuple[Tensor, ...]]
 
 
@@ -59,9 +60,30 @@ def adam_state(trainer: MarftTrainer, adapter: str) -> dict[str, Tensor]:
     return out
 
 
+def odd_adam_state(trainer: MarftTrainer, adapter: str, state: Mapping[str, Tensor]) -> str | None:
+    """Why a saved state is not this adapter's; none at all is one, before the first step."""
+    if not state:
+        return None
+    shapes = {plain_name(n, adapter): p.shape for n, p in trainer.parameters_of(adapter)}
+    names = {key.rpartition("/")[0] for key in state}
+    if names != set(shapes):
+        odd = sorted(names ^ set(shapes))
+        return f"{len(names)} tensors saved, {len(shapes)} expected, first difference {odd[0]}"
+    for key, saved in state.items():
+        name, _, what = key.rpartition("/")
+        if what in _MOMENTS and saved.shape != shapes[name]:
+            return f"{name} is {list(saved.shape)} there and {list(shapes[name])} here"
+    return None
+
+
 def load_adam_state(trainer: MarftTrainer, adapter: str, state: Mapping[str, Tensor]) -> None:
-    """Put the optimizer's tensors of one adapter back."""
+    """Put the optimizer's tensors of one adapter back; the step count where this Adam wants it."""
     optimizer: Any = trainer.optimizer
+    on_device = {
+        group["adapter"]
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+    }
     by_tensor: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         plain, _, key = name.rpartition("/")
@@ -69,7 +91,8 @@ def load_adam_state(trainer: MarftTrainer, adapter: str, state: Mapping[str, Ten
     for name, parameter in trainer.parameters_of(adapter):
         kept = by_tensor.get(plain_name(name, adapter))
         if kept:
+            step_at = parameter.device if adapter in on_device else torch.device("cpu")
             optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device).clone()
+                key: value.to(step_at if key == "step" else parameter.device, copy=True)
                 for key, value in kept.items()
             }

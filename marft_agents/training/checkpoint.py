@@ -21,9 +21,10 @@ from torch import Tensor
 
 from marft_agents.errors import ConfigError
 from marft_agents.registry import durable
-from marft_agents.training.adam import adam_state, load_adam_state
+from marft_agents.training.adam import adam_state, load_adam_state, odd_adam_state
 from marft_agents.training.adapters import adapter_state, load_adapter_state
 from marft_agents.training.loop import Learner
+from marft_agents.training.work import Work
 from marft_agents.training.work_state import load_work, part, work_facts, work_tensors
 
 FORMAT = 1
@@ -156,15 +157,20 @@ def load_learner(learner: Learner, saved: Checkpoint, *, fresh_optimizer: bool =
         )
     states = {a: part(saved.tensors, f"adapter/{a}/") for a in adapters}
     critic = part(saved.tensors, "critic/")
+    moments = {a: part(saved.tensors, f"adam/{a}/") for a in adapters}
     for adapter in adapters:
         _check_shapes(learner, adapter, states[adapter], saved)
-    work = saved.facts.get("work")
-    if work is not None:
-        learner.work = load_work(learner, work, saved.tensors)
+        odd = odd_adam_state(learner.trainer, adapter, moments[adapter])
+        if odd is not None and not fresh_optimizer:
+            raise ConfigError(
+                f"the checkpoint {saved.folder} has another Adam state for adapter {adapter!r} than"
+                f" this run: {odd}; start again without --resume, or with --fresh-optimizer"
+            )
+    learner.work = _work_of(learner, saved)
     for adapter in adapters:
         load_adapter_state(learner.session.model, adapter, states[adapter])
         if not fresh_optimizer:
-            load_adam_state(learner.trainer, adapter, part(saved.tensors, f"adam/{adapter}/"))
+            load_adam_state(learner.trainer, adapter, moments[adapter])
         if adapter in learner.references:
             learner.references[adapter] = part(saved.tensors, f"reference/{adapter}/")
     if critic:
@@ -172,6 +178,17 @@ def load_learner(learner: Learner, saved: Checkpoint, *, fresh_optimizer: bool =
     learner.guards.load_state(saved.facts["guards"])
     learner.trainer.nonfinite.update(saved.facts["nonfinite"])
     learner.steps_taken = int(saved.facts["steps"])
+
+
+def _work_of(learner: Learner, saved: Checkpoint) -> Work | None:
+    try:
+        work = saved.facts["work"]
+        return None if work is None else load_work(learner, work, saved.tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the checkpoint {saved.folder} is damaged: {type(error).__name__} {error}; start again"
+            " without --resume"
+        ) from error
 
 
 def _check_shapes(

@@ -7,6 +7,7 @@ of them were trained.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import tempfile
 import time
@@ -37,7 +38,7 @@ from marft_agents.training.plan import (
 )
 from marft_agents.training.preflight import plan_lines, reading_lines, require_sense
 from marft_agents.training.publish import changed_settings
-from marft_agents.training.rates import check_rates
+from marft_agents.training.rates import block_size, check_rates
 from marft_agents.training.results import FinetuneResult
 from marft_agents.training.roles import check_adapter_settings
 from marft_agents.training.session import Session
@@ -48,6 +49,7 @@ from marft_agents.training.tracking import check_trackers, tracked, tracking_lin
 Say = Callable[[str], None]
 _MAY_CHANGE = frozenset({
     "iterations", "save_steps", "save_total_limit", "save_strategy", "logging_steps", "at_once",
+    "per_device_train_batch_size", "gradient_accumulation_steps",  # their product is compared
     "episode_timeout", "report_to", "project", "max_guard_trips", "max_nonfinite_steps", "run_name",
 })  # fmt: skip
 """Settings that a resumed run may change without becoming another run."""
@@ -373,7 +375,7 @@ def _newest(
 def _same_settings(saved: checkpoint.Checkpoint, now: Mapping[str, Any]) -> None:
     before: dict[str, Any] = saved.facts["settings"]
     for name in sorted({*before, *now} - _MAY_CHANGE):
-        was, is_now = (side.get(name, "the default") for side in (before, now))
+        was, is_now = (side.get(name, _default(name)) for side in (before, now))
         if name == "lora_target_modules" and isinstance(was, list) and isinstance(is_now, list):
             was, is_now = sorted(was), sorted(is_now)
         if was != is_now:
@@ -383,8 +385,24 @@ def _same_settings(saved: checkpoint.Checkpoint, now: Mapping[str, Any]) -> None
             )
 
 
+def _default(name: str) -> Any:
+    """Of a setting that only one of two runs changed."""
+    for field in dataclasses.fields(MarftConfig):
+        if field.name == name:
+            made = field.default_factory
+            return field.default if made is dataclasses.MISSING else made()
+    return "not there"
+
+
 def _load(stages: Stages, saved: checkpoint.Checkpoint, fresh_optimizer: bool, say: Say) -> None:
     roles: dict[str, str] = saved.facts["roles"]
+    block, was = block_size(stages.config), int(saved.facts["block"])
+    if block != was:
+        raise ConfigError(
+            f"--resume: a step of the run took {was} turns and now it would take {block}"
+            " (per_device_train_batch_size x gradient_accumulation_steps x processes, now"
+            f" {stages.config.world_size}); make them as many, or start again without --resume"
+        )
     if stages.plan is not None:
         now = stages.plan.roles
         odd = sorted(a for a in {*roles, *now} if roles.get(a) != now.get(a))

@@ -31,6 +31,7 @@ from marft_agents.training.publish import (
     publish_all,
     write_lines,
 )
+from marft_agents.training.rates import block_size
 from marft_agents.training.replay import Replayer, replay_lines
 from marft_agents.training.results import AdapterResult, adapter_result, credit_lines
 from marft_agents.training.schedule import Block
@@ -393,6 +394,7 @@ class Stages:
         return {
             "base": {"name": self.base.name, "fingerprint": self.base.fingerprint},
             "settings": self._settings,
+            "block": block_size(self.config),
             "offline_done": self.offline_done,
             "iteration": self.iteration,
             "idle": self.idle,
