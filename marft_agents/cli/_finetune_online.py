@@ -76,6 +76,7 @@ def make_online(
             f" {len(part.tasks)} is run twice in an iteration of {config.episodes_per_iteration};"
             " set group_size to 2 or more"
         )
+    say(_amount(part, config))
     from marft_agents.training import Online
     from marft_agents.training.online import OnlineSource
 
@@ -90,6 +91,19 @@ def make_online(
         say=say,
     )
     return Online(stack.enter_context(source), server.swap)
+
+
+def _amount(part: OnlinePart, config: MarftConfig) -> str:
+    """How much the app will be run, and where that is recorded."""
+    tasks = config.episodes_per_iteration // config.group_size
+    again = ""
+    if config.dynamic_sampling and config.group_size > 1:
+        again = f" (those that earn the same each time are replaced, {config.max_resample} times)"
+    return (
+        f"online: {len(part.tasks)} tasks; {config.iterations} iterations of {tasks} tasks x"
+        f" {config.group_size} episodes{again}, {config.at_once} at once, at most"
+        f" {config.episode_timeout:g} s each; recorded in {part.logs / 'online'}"
+    )
 
 
 def _run_id() -> str:

@@ -44,6 +44,7 @@ class Server:
             int(self.state["max_lora_rank"]),
             modules or None,
             slots if isinstance(slots, int) else None,
+            of_server=True,
         )
 
     def swap(self, adapter: str, version: int) -> None:

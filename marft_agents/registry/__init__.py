@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from marft_agents.registry.audit import current_user
-from marft_agents.registry.base import describe_base, module_shapes, resolve_model_dir
+from marft_agents.registry.base import (
+    describe_base,
+    module_shapes,
+    resolve_model_dir,
+    weight_sizes,
+)
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import AdapterFacts, inspect_adapter, read_adapter_config
 from marft_agents.registry.limits import (
@@ -35,5 +40,6 @@ __all__ = [
     "read_adapter_config",
     "resolve_model_dir",
     "validate_adapter_config",
+    "weight_sizes",
     "write_untrained_adapter",
 ]

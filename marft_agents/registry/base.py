@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -178,6 +179,15 @@ def describe_base(model_dir: str | Path) -> BaseModelInfo:
         fingerprint=_fingerprint(config, headers),
         modules=_patterns(_linear_shapes(headers)),
     )
+
+
+def weight_sizes(model_dir: str | Path) -> dict[str, tuple[int, int]]:
+    """(elements, bytes on disk) of every weight of the model, from the files' headers."""
+    headers = _headers(resolve_model_dir(str(model_dir)))
+    return {
+        name: (math.prod(tensor.shape), tensor.end - tensor.start)
+        for name, (_, tensor) in headers.items()
+    }
 
 
 def module_shapes(

@@ -82,6 +82,8 @@ class ServerLimits:
     """Modules that it prepares for adapters; ``None``: not known."""
     max_loras: int | None = None
     """Adapters in use at once; ``None``: not known, or no limit."""
+    of_server: bool = False
+    """Whether a running server said so."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from marft_agents.training import _quiet, checkpoint
 from marft_agents.training.adapters import start_folder
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet, read_training_set
+from marft_agents.training.forecast import estimate_lines, memory_warning
 from marft_agents.training.imitate import TRL_METHODS, imitate
 from marft_agents.training.loop import Learner
 from marft_agents.training.naming import method_lines
@@ -106,7 +107,13 @@ def finetune(
     for line in method_lines(config, logs=plan is not None, online=online is not None):
         say(line)
     if dry_run:
+        for line in [
+            "",
+            *estimate_lines(plan, registry, model_dir, config, limits, online=online is not None),
+        ]:
+            say(line)
         return None
+    _warn_of_memory(plan, registry, config, say)
     registry.require_writable()
     config = tracked(config, registry.root)
     for line in tracking_lines(config):
@@ -123,6 +130,12 @@ def finetune(
 
 def _silent(_line: str) -> None:
     """Every process but the first keeps quiet."""
+
+
+def _warn_of_memory(plan: Plan | None, registry: Registry, config: MarftConfig, say: Say) -> None:
+    warning = None if plan is None else memory_warning(plan, registry, config)
+    if warning is not None:
+        say(warning)
 
 
 # -- what there is to do -----------------------------------------------------------------------

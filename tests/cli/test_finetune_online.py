@@ -83,6 +83,9 @@ def test_a_dry_run_runs_no_app(shop: Shop) -> None:
     before = snapshot(shop.root)
     code, out = shop.run(*online("--dry-run"))
     assert code == 0 and "dry run: nothing was trained" in out
+    assert "online: 8 tasks; 2 iterations of 6 tasks x 1 episodes" in out
+    for said in ("  memory: about ", "  time: about ", "of training an iteration", "  engine: 2 a"):
+        assert said in out, said
     assert snapshot(shop.root) == before and played_app.PLAYED[-1].plays == 0
 
 
