@@ -44,6 +44,7 @@ from marft_agents.training.packing import pack_turns
 from marft_agents.training.plan import AdapterPlan, Plan, ServerLimits
 from marft_agents.training.rates import block_size
 from marft_agents.training.schedule import passes
+from marft_agents.training.transcript import Line
 
 _COUNTED_BLOCKS = 64
 """So many steps of an adapter are packed to know how much prefixes save; more are scaled."""
@@ -149,18 +150,20 @@ def training_load(rows: Sequence[TurnRow], config: MarftConfig, epochs: float) -
 
 
 def transcript_load(episodes: Sequence[EpisodeView], config: MarftConfig) -> Load:
-    """What the critic reads of the episodes, once."""
-    tokens = sum(_transcript_tokens(episode) for episode in episodes)
+    """What the critic reads of the episodes, once; common beginnings are read together."""
+    tokens, seen = 0, set[int]()
+    for episode in episodes:
+        beginning = 0
+        for line in episode.lines:
+            beginning = hash((beginning, line.speaker, line.text))
+            tokens += 0 if beginning in seen else _line_tokens(line)
+            seen.add(beginning)
     return Load(tokens, 0, max(tokens // config.pack_tokens, 1))
 
 
-def _transcript_tokens(episode: EpisodeView) -> int:
-    total = 0
-    for line in episode.lines:
-        text = line.token_ids if line.token_ids is not None else line.text
-        total += len(text) if line.token_ids is not None else len(text) // _CHARACTERS + 1
-        total += len(line.speaker) // _CHARACTERS + 4
-    return total
+def _line_tokens(line: Line) -> int:
+    said = len(line.text) // _CHARACTERS + 1 if line.token_ids is None else len(line.token_ids)
+    return said + len(line.speaker) // _CHARACTERS + 4
 
 
 def places(episodes: Sequence[EpisodeView], config: MarftConfig) -> int:
