@@ -65,18 +65,28 @@ def write(parent: Path, learner: Learner, facts: Mapping[str, Any], *, keep: int
     before = checkpoints(parent)
     target = parent / f"{_NAME}{(_number(before[-1]) if before else 0) + 1:06d}"
     staged = parent / f".{target.name}-partial"
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir()
+    _sweep(parent)
     tensors, own = learner_state(learner)
     content = {"format": FORMAT, "steps": learner.steps_taken, **own, **facts}
-    durable.write_file(staged / _STATE, save(tensors))
-    durable.write_file(staged / _FACTS, json.dumps(content).encode())
-    durable.fsync_folder(staged)
-    staged.rename(target)
+    try:
+        staged.mkdir()
+        durable.write_file(staged / _STATE, save(tensors))
+        durable.write_file(staged / _FACTS, json.dumps(content).encode())
+        durable.fsync_folder(staged)
+        staged.rename(target)
+    except OSError:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
     durable.fsync_folder(parent)
     for old in [*before, target][: -keep if keep else 0]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
     return target
+
+
+def _sweep(parent: Path) -> None:
+    """What an interrupted write or removal left behind."""
+    for left in parent.glob(f".{_NAME}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def read(folder: Path) -> Checkpoint:
@@ -99,8 +109,10 @@ def read(folder: Path) -> Checkpoint:
 
 
 def remove(folder: Path) -> None:
-    """Delete one checkpoint."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete one checkpoint; at no moment is a part of it taken for a whole one."""
+    gone = folder.with_name(f".{folder.name}-gone")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def carry_over(learner: Learner, saved: Checkpoint) -> None:

@@ -180,6 +180,8 @@ class MarftConfig(BaseConfig):
     def __post_init__(self) -> None:
         if self.output_dir is None:  # the loop's scratch folder; adapters go to the registry
             self.output_dir = os.path.join(tempfile.gettempdir(), "marft-agents")
+        if self.save_strategy in (False, "False"):  # what YAML makes of `no`
+            self.save_strategy = "no"
         self._check()
         try:
             super().__post_init__()

@@ -331,7 +331,10 @@ def _finish(stages: Stages) -> None:
     if not learner.session.is_main:
         return
     facts = {**stages.facts(), "versions": {r.adapter: r.version for r in stages.results.values()}}
-    checkpoint.write(root / checkpoint.LEARNER, learner, facts, keep=1)
+    try:
+        checkpoint.write(root / checkpoint.LEARNER, learner, facts, keep=1)
+    except OSError as error:
+        stages.say(f"WARNING: cannot keep Adam and critic for a later run ({error})")
     for folder in checkpoint.checkpoints(root / checkpoint.CHECKPOINTS):
         checkpoint.remove(folder)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from transformers.trainer_utils import SaveStrategy
+
 from marft_agents.errors import NothingToLearn, RegistryError, TrainingError
 from marft_agents.registry import Registry
 from marft_agents.schema import BaseModelInfo, adapter_slug, served_name
@@ -379,15 +381,17 @@ class Stages:
     # -- state -----------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint, where the configuration asks for them."""
-        if str(self.config.save_strategy) == "no" or not self.learner.session.is_main:
+        """Write a checkpoint, where they are asked for; a full disk stops no training."""
+        if self.config.save_strategy == SaveStrategy.NO or not self.learner.session.is_main:
             return
-        checkpoint.write(
-            self.registry.root / checkpoint.CHECKPOINTS,
-            self.learner,
-            self.facts(),
-            keep=self.config.save_total_limit,
-        )
+        parent, keep = self.registry.root / checkpoint.CHECKPOINTS, self.config.save_total_limit
+        try:
+            checkpoint.write(parent, self.learner, self.facts(), keep=keep)
+        except OSError as error:
+            self.say(
+                f"WARNING: cannot write a checkpoint ({error}); the one before it stays, and"
+                " training goes on"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Where the run is, as JSON."""
