@@ -26,6 +26,7 @@ _SHAPE_FIELDS = (
 _SAMPLES = 8
 _SAMPLE_BYTES = 4096
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "wte", "wpe", "embed_out")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _Headers = dict[str, tuple[Path, TensorInfo]]
 
 
@@ -155,7 +156,11 @@ def _fingerprint(config: Mapping[str, Any], headers: _Headers) -> str:
 
 
 def _display_name(model: str, folder: Path) -> str:
-    if not Path(model).expanduser().is_dir():
+    """The name to publish: it must not give away where the user keeps things.
+
+    A hub id, ``org/name`` of a local copy too; else the folder's own name.
+    """
+    if not Path(model).expanduser().is_dir() or _HUB_ID.fullmatch(model):
         return model
     cached = next((p.name for p in folder.parents if p.name.startswith("models--")), None)
     return cached.removeprefix("models--").replace("--", "/") if cached else folder.name
