@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -366,3 +370,22 @@ def test_a_fresh_optimizer_keeps_the_weights_and_says_so(halfway: World) -> None
     assert not [n for n in end if n.startswith("adam/router/")]
     steps = {float(t) for n, t in end.items() if n.startswith("adam/writer/") and "/step" in n}
     assert steps == {4.0}
+
+
+# -- kill -9 -------------------------------------------------------------------------------------
+
+
+def test_runs_that_were_killed_at_random_moments_end_as_if_they_were_not(tmp_path: Path) -> None:
+    """Every kill leaves whole checkpoints and versions only; see ``killing`` for many more."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.killing", str(tmp_path), "4", "3"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    tally = json.loads(done.stdout)
+    assert tally["kills"] == 4 and tally["runs"] >= 1
+    assert tally["after_steps"], "some came after a checkpoint"
