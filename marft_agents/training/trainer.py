@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -121,6 +122,9 @@ class MarftTrainer(BaseTrainer):
                 callbacks=[_Steps(self), *callbacks],
             )
         self.remove_callback(PrinterCallback)
+        prepare: Any = self.accelerator.prepare_model
+        # no process wraps the model: gradients are summed by `_reduce`
+        self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
 
     def _send_telemetry(self) -> None:
         """Nothing is sent home."""
@@ -160,7 +164,7 @@ class MarftTrainer(BaseTrainer):
             with _settings_refused():
                 kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self._peft)
                 self.optimizer = kind(self._groups(), **settings)
-        self._peft.requires_grad_(False)  # so that no process wraps the model: see `_reduce`
+        self._peft.requires_grad_(False)
         return self.optimizer
 
     def _groups(self) -> list[dict[str, Any]]:
