@@ -122,16 +122,16 @@ class MarftConfig(BaseConfig):
     importance_sampling_clip_min: float | None = _setting(None, "Smallest correction.")
 
     # online
-    iterations: int = _setting(10, "Rounds of collecting and training.")
-    episodes_per_iteration: int = _setting(64, "Episodes collected in a round.")
-    group_size: int = _setting(1, "Episodes of each task in a round.")
+    iterations: int = _setting(10, "Times of collecting and training.")
+    episodes_per_iteration: int = _setting(64, "Episodes collected in an iteration.")
+    group_size: int = _setting(1, "Episodes of each task in an iteration.")
     at_once: int = _setting(8, "Episodes run at the same time.")
     episode_timeout: float = _setting(600.0, "Longest run of one episode, seconds.")
     dynamic_sampling: bool = _setting(True, "Replace groups of episodes that earned the same.")
     max_resample: int = _setting(2, "Rounds of replacing per iteration.")
-    replay_share: float = _setting(0.0, "Share of a round's episodes kept for later rounds.")
+    replay_share: float = _setting(0.0, "Earlier episodes to learn from again, per fresh one.")
     max_staleness: int = _setting(2, "Oldest trained call, in versions behind the current one.")
-    update_epochs: int = _setting(2, "Passes over each round's turns.")
+    update_epochs: int = _setting(2, "Passes over each iteration's turns.")
     online_learning_rate: float = _setting(1e-4, "Adam's step size online.")
 
     # adapters
@@ -167,10 +167,10 @@ class MarftConfig(BaseConfig):
     replay_tolerance: float = _setting(0.05, "Largest mean |difference| of log-probabilities.")
     max_nonfinite_steps: int = _setting(3, "Stop after this many losses that are not finite.")
     target_kl: float = _setting(
-        0.1, "Mean KL per token to the round's start that ends an agent's passes."
+        0.1, "Mean KL per token to the iteration's start that ends an agent's passes."
     )
     entropy_floor: float = _setting(
-        0.05, "Entropy below this share of the first round's, with worse rewards: a collapse."
+        0.05, "Entropy below this share of the first update's, with worse rewards: a collapse."
     )
     value_limit: float = _setting(10.0, "Values beyond this many times the returns: explosion.")
     max_guard_trips: int = _setting(3, "Stop after this many restores of the last good state.")
