@@ -7,6 +7,7 @@ or a network that refuses.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
@@ -62,6 +63,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (MarftError, OSError) as error:
-        click.echo(f"marft-agents: {printable(' '.join(str(error).split()))}", err=True)
+        if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+            click.echo(f"marft-agents: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -146,14 +146,12 @@ class Learner:
     def _values(self, data: TrainingSet, iteration: int, report: UpdateReport) -> Any:
         if self.config.estimator == "group":
             return None
-        found = None
-        if self.session.is_main:
-            found = self.critics.evaluate(
-                data.episodes, data.rows, seed=self.config.seed + iteration
-            )
-            for line in found.lines:
-                self.say(line)
-        found = self.session.from_main(found)
+        seed = self.config.seed + iteration
+        found = self.session.on_main(
+            lambda: self.critics.evaluate(data.episodes, data.rows, seed=seed)
+        )
+        for line in found.lines:
+            self.say(line)
         report.explained_variance = found.explained_variance
         report.metrics["critic/explained_variance"] = found.explained_variance
         report.metrics["critic/loss"] = found.loss

@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from marft_agents.training.plan import (
     make_plan,
 )
 from marft_agents.training.preflight import plan_lines, reading_lines, require_sense
+from marft_agents.training.processes import Processes
 from marft_agents.training.publish import changed_settings
 from marft_agents.training.rates import block_size, check_rates
 from marft_agents.training.results import FinetuneResult
@@ -102,7 +104,10 @@ def finetune(
     saved = _newest(registry, base, settings) if resume else None
     limits = limits or ServerLimits(config.max_lora_rank)
     reader = _reader(logs, config, online, say)
-    plan = _plan_of_logs(reader, registry, base, model_dir, config, reward, limits, say)
+    # Read and scored once: a reward function may judge otherwise the next time it is asked.
+    plan = Processes.of(config).on_main(
+        partial(_plan_of_logs, reader, registry, base, model_dir, config, reward, limits, say)
+    )
     say("")
     for line in method_lines(config, logs=plan is not None, online=online is not None):
         say(line)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed
 
 from marft_agents.training._trl import use_adapter
 from marft_agents.training.adapters import (
@@ -25,7 +24,10 @@ from marft_agents.training.config import MarftConfig
 from marft_agents.training.effect import Before, EffectMeter, Measured
 from marft_agents.training.packing import Scorable
 from marft_agents.training.plan import context_length
+from marft_agents.training.processes import Processes
 from marft_agents.training.scoring import score_turns, sharing_is_exact
+
+T = TypeVar("T")
 
 
 class Session:
@@ -57,7 +59,7 @@ class Session:
         self.model: Any = attach_adapters(base, folders)
         self.context = context_length(model_dir) or 1 << 30
         self._share: bool | None = None
-        self.rank, self.world = config.process_index, config.world_size
+        self.processes = Processes.of(config)
         say(
             f"loaded {model_dir.name} with {', '.join(folders)} on {self.device.type}"
             f" in {time.monotonic() - started:.0f} s"
@@ -66,7 +68,12 @@ class Session:
     @property
     def is_main(self) -> bool:
         """Whether this process speaks and writes."""
-        return self.rank == 0
+        return self.processes.is_main
+
+    @property
+    def world(self) -> int:
+        """Processes of this run."""
+        return self.processes.world
 
     @property
     def share(self) -> bool:
@@ -88,18 +95,14 @@ class Session:
 
         At the rows' own temperatures, or at the one given. The rows are dealt out to the processes.
         """
-        mine = list(rows[self.rank :: self.world])
+        mine = list(rows[self.processes.rank :: self.world])
         at = [row.temperature if temperature is None else temperature for row in mine]
         with use_adapter(self.model, adapter):
             scored = score_turns(
                 self.model, mine, at, pack_tokens=self.config.pack_tokens, share=self.share
             )
-        if self.world == 1:
-            return scored
-        parts: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(parts, scored)
         out: list[list[float]] = [[] for _ in rows]
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(self.processes.gather(scored)):
             out[rank :: self.world] = part
         return out
 
@@ -123,8 +126,8 @@ class Session:
 
     def from_main(self, value: Any) -> Any:
         """The main process's value, in every process."""
-        if self.world == 1:
-            return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
-        return box[0]
+        return self.processes.from_main(value)
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What work gives that the main process does alone, or raises, in every process."""
+        return self.processes.on_main(work)

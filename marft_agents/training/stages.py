@@ -185,17 +185,9 @@ class Stages:
             NothingToLearn: after several rounds that taught nothing.
         """
         session = self.learner.session
-        data: TrainingSet | None = None
-        signal = True
-        if session.is_main:
-            data = online.source.collect(iteration, self._current())
-            for line in online.source.lines():
-                self.say(line)
-            signal = online.source.signal
-            self._round_facts = online.source.metrics()
-        data, signal, self._round_facts = session.from_main((data, signal, self._round_facts))
+        data, signal, self._round_facts = session.on_main(lambda: self._fresh(online, iteration))
         why = "no signal in the rewards"
-        if data is not None and signal:
+        if signal:
             self._add_roles(data)
             by_adapter = rows_by_adapter(data, self.roles, session.adapters)
             try:
@@ -220,6 +212,13 @@ class Stages:
             )
         self.say(f"nothing to learn in iteration {iteration}: {why}; going on")
         return None
+
+    def _fresh(self, online: Online, iteration: int) -> tuple[TrainingSet, bool, dict[str, float]]:
+        source = online.source
+        data = source.collect(iteration, self._current())
+        for line in source.lines():
+            self.say(line)
+        return data, source.signal, source.metrics()
 
     def _add_roles(self, data: TrainingSet) -> None:
         """Agents that were not in the logs: by the configuration, or by their own name."""
@@ -247,10 +246,16 @@ class Stages:
         if config.replay_turns == 0:
             self.say("WARNING: the replay check is switched off (replay_turns: 0)")
             return
-        if not session.is_main:
-            return
+        rows = [data.rows[i] for indices in by_adapter.values() for i in indices]
+        checked = session.on_main(lambda: self._replayer().check(
+            rows, turns=config.replay_turns, tolerance=config.replay_tolerance, seed=config.seed
+        ))  # fmt: skip
+        replay_lines(checked, self.say)
+
+    def _replayer(self) -> Replayer:
+        config, session = self.config, self.learner.session
         current = self._current()
-        replayer = Replayer(
+        return Replayer(
             session.model,
             self.base,
             self.registry,
@@ -258,11 +263,6 @@ class Stages:
             pack_tokens=config.pack_tokens,
             share=session.share,
         )
-        rows = [data.rows[i] for indices in by_adapter.values() for i in indices]
-        checked = replayer.check(
-            rows, turns=config.replay_turns, tolerance=config.replay_tolerance, seed=config.seed
-        )
-        replay_lines(checked, self.say)
 
     def _say_credit(self, work: Work) -> None:
         credits = work.credits
@@ -310,23 +310,27 @@ class Stages:
         return {adapter: version for adapter, version in found.items() if version is not None}
 
     def _publish(self, work: Work, report: UpdateReport, logs: list[str]) -> None:
-        session, versions = self.learner.session, dict[str, int]()
-        if session.is_main:
-            trained = [self._trained(work, report, adapter, logs) for adapter in report.effects]
-            folder = self.scratch / f"staged-{work.batch.iteration}"
-            versions = publish_all(session, self.registry, self.base, trained, folder)
-            for one in trained:
-                self.results[one.adapter] = adapter_result(
-                    one,
-                    work,
-                    method=self._short_method(work.batch.iteration),
-                    version=versions[one.adapter],
-                    before=self.results.get(one.adapter),
-                )
-            if self.online is not None:
-                names = ", ".join(served_name(a, v) for a, v in versions.items())
-                self.say(f"published {names}")
-        self._published: dict[str, int] = session.from_main(versions)
+        self._published: dict[str, int] = self.learner.session.on_main(
+            lambda: self._publish_all(work, report, logs)
+        )
+        if self.online is not None:
+            names = ", ".join(served_name(a, v) for a, v in self._published.items())
+            self.say(f"published {names}")
+
+    def _publish_all(self, work: Work, report: UpdateReport, logs: list[str]) -> dict[str, int]:
+        trained = [self._trained(work, report, adapter, logs) for adapter in report.effects]
+        folder = self.scratch / f"staged-{work.batch.iteration}"
+        session = self.learner.session
+        versions = publish_all(session, self.registry, self.base, trained, folder)
+        for one in trained:
+            self.results[one.adapter] = adapter_result(
+                one,
+                work,
+                method=self._short_method(work.batch.iteration),
+                version=versions[one.adapter],
+                before=self.results.get(one.adapter),
+            )
+        return versions
 
     def _trained(self, work: Work, report: UpdateReport, adapter: str, logs: list[str]) -> Trained:
         batch = work.batch
@@ -362,21 +366,26 @@ class Stages:
 
     def _swap(self, online: Online, adapters: Sequence[str]) -> None:
         """The server takes the new versions; the next round is recorded under them."""
-        if self.learner.session.is_main:
-            for adapter in adapters:
-                if adapter in self._published:
-                    online.swap(adapter, self._published[adapter])
-        self.learner.session.from_main(None)
+        mine = {a: self._published[a] for a in adapters if a in self._published}
+
+        def swap_all() -> None:
+            for adapter, version in mine.items():
+                online.swap(adapter, version)
+
+        self.learner.session.on_main(swap_all)
 
     def _write_credit(self, credits: Credits, work: Work) -> None:
-        if not self.learner.session.is_main:
-            return
-        self.credit_file = self.registry.root / "credit.jsonl"
+        path = self.registry.root / "credit.jsonl"
         weights = {(row.episode, row.k): row.weight for row in work.batch.rows}
-        try:
-            write_lines(self.credit_file, credit_lines(credits, weights))
-        except OSError as error:
-            raise RegistryError(f"cannot write {self.credit_file}: {error}") from error
+
+        def write() -> None:
+            try:
+                write_lines(path, credit_lines(credits, weights))
+            except OSError as error:
+                raise RegistryError(f"cannot write {path}: {error}") from error
+
+        self.learner.session.on_main(write)
+        self.credit_file = path
 
     # -- state -----------------------------------------------------------------------------
 
