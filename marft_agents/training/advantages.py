@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from marft_agents.credit import (
+    Credit,
     action_gae,
     agent_group_advantages,
     agent_returns,
@@ -146,14 +147,17 @@ def _normalised(
 
 def _actions(episode: EpisodeView, v: EpisodeValues, config: MarftConfig) -> list[ActionCredit]:
     """Credit of one episode's actions, and their δ_k at λ = 0."""
-    delta_K = action_gae(
-        episode.reward_K,
-        v.values_K,
-        episode.steps_K,
-        gamma=config.gamma,
-        lam=0.0,
-        final_value=v.final_value,
-    ).delta_K
+    if config.estimator == "ippo":
+        delta_K = _alone(episode, v, config, lam=0.0).delta_K
+    else:
+        delta_K = action_gae(
+            episode.reward_K,
+            v.values_K,
+            episode.steps_K,
+            gamma=config.gamma,
+            lam=0.0,
+            final_value=v.final_value,
+        ).delta_K
     advantages = _advantages(episode, v, config)
     return [
         ActionCredit(episode.episode_id, turn, agent, value, advantage_L, delta)
@@ -191,32 +195,35 @@ def _advantages(episode: EpisodeView, v: EpisodeValues, config: MarftConfig) -> 
 
 
 def _independent(episode: EpisodeView, v: EpisodeValues, config: MarftConfig) -> list[list[float]]:
-    if config.level == "token":
-        if v.values_KL is None:
-            raise ValueError("the token level needs a value before every token")
-        return independent_token_gae(
-            episode.agents_K,
-            episode.team_reward_K,
-            episode.own_reward_K,
-            v.values_KL,
-            episode.steps_K,
-            gamma=config.gamma,
-            lam=config.lam,
-            gamma_w=config.gamma_w,
-            lam_w=config.lam_w,
-            final_value=v.final_value,
-        ).advantage_KL
-    credit = independent_gae(
+    if config.level == "action":
+        return [[a] for a in _alone(episode, v, config, lam=config.lam).advantage_K]
+    if v.values_KL is None:
+        raise ValueError("the token level needs a value before every token")
+    return independent_token_gae(
+        episode.agents_K,
+        episode.team_reward_K,
+        episode.own_reward_K,
+        v.values_KL,
+        episode.steps_K,
+        gamma=config.gamma,
+        lam=config.lam,
+        gamma_w=config.gamma_w,
+        lam_w=config.lam_w,
+        final_value=v.final_by_agent or v.final_value,
+    ).advantage_KL
+
+
+def _alone(episode: EpisodeView, v: EpisodeValues, config: MarftConfig, *, lam: float) -> Credit:
+    return independent_gae(
         episode.agents_K,
         episode.team_reward_K,
         episode.own_reward_K,
         v.values_K,
         episode.steps_K,
         gamma=config.gamma,
-        lam=config.lam,
-        final_value=v.final_value,
+        lam=lam,
+        final_value=v.final_by_agent or v.final_value,
     )
-    return [[a] for a in credit.advantage_K]
 
 
 def _group_actions(

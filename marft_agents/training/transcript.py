@@ -29,8 +29,6 @@ class Line:
     speaker: str
     text: str
     action: bool = False
-    token_ids: array[int] | None = None
-    """The sampled ids of an action, where they are recorded and the team saw them unedited."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ def transcript_lines(episode: Episode, order: Sequence[Turn]) -> list[Line]:
             continue
         while waiting and waiting[0].time < turn.time:
             lines.append(_environment(waiting.pop(0)))
-        ids = None if turn.edited_text is not None else turn.token_ids
-        recorded = array("q", ids) if ids else None
-        lines.append(Line(turn.agent, _spoken(turn), is_action(turn), recorded))
+        lines.append(Line(turn.agent, _spoken(turn), is_action(turn)))
     return lines + [_environment(event) for event in waiting]
 
 
