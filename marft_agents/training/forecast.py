@@ -162,7 +162,7 @@ def transcript_load(episodes: Sequence[EpisodeView], config: MarftConfig) -> Loa
 
 
 def _line_tokens(line: Line) -> int:
-    said = len(line.text) // _CHARACTERS + 1 if line.token_ids is None else len(line.token_ids)
+    said = len(line.text) // _CHARACTERS + 1
     return said + len(line.speaker) // _CHARACTERS + 4
 
 
@@ -172,7 +172,10 @@ def places(episodes: Sequence[EpisodeView], config: MarftConfig) -> int:
     if config.level == "action":
         return borders
     return borders + sum(
-        len(line.token_ids or ()) for episode in episodes for line in episode.lines if line.action
+        len(line.text) // _CHARACTERS + 1
+        for episode in episodes
+        for line in episode.lines
+        if line.action
     )
 
 
