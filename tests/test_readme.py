@@ -6,6 +6,7 @@ and the port is a free one.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -48,11 +49,25 @@ def commands(block: str) -> list[list[str]]:
     return [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
 
 
+FEW = "--iterations 2 --set episodes_per_iteration=8"
+"""Instead of the README's ten iterations of 64 episodes."""
+
+
+def client_of(app: str) -> str:
+    """The imports and the function ``client`` of the recording app, for the online one."""
+    function = re.search(r"^def client.*?(?=^\S)", app, re.DOTALL | re.MULTILINE)
+    assert function is not None
+    imported = next(line for line in app.splitlines() if "OpenAIChatCompletionClient" in line)
+    return f"\n\n{imported}\n\n\n{function[0]}"
+
+
 def test_every_block_is_run_by_this_file() -> None:
     found = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     untagged = [text for tag, language, text in found if not tag and language != "text"]
     assert untagged == []
-    assert list(blocks()) == ["make-targets", "extras", "serve", "record", "train", "back"]
+    assert list(blocks()) == [
+        "make-targets", "extras", "serve", "record", "train", "online-app", "online", "back",
+    ]  # fmt: skip
 
 
 def test_make_targets_exist() -> None:
@@ -123,6 +138,13 @@ def test_the_walkthrough(tmp_path: Path) -> None:
         registry = Registry(tmp_path / "adapters")
         assert [registry.current(agent) for agent in ("planner", "coder")] == [2, 2]
         assert "16" in outputs[0] and episode_id in outputs[-1]
+        (tmp_path / "my_project.py").write_text(PROJECT + client_of(text["record"]))
+        (tmp_path / "my_app.py").write_text(text["online-app"])
+        lines = [json.dumps(f"ship part {i} on friday?") for i in range(8)]
+        (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+        (online,) = commands(text["online"].replace("--iterations 10", FEW))
+        run([sys.executable, "-m", "marft_agents", *online[1:]], tmp_path)
+        assert [registry.current(agent) for agent in ("planner", "coder")] == [4, 4]
         (back,) = commands(text["back"])
         run([sys.executable, "-m", "marft_agents", *back[1:]], tmp_path)
-        assert [registry.current(agent) for agent in ("planner", "coder")] == [1, 2]
+        assert [registry.current(agent) for agent in ("planner", "coder")] == [1, 4]

@@ -1,19 +1,32 @@
-"""Write one page a command under ``docs/`` from its ``--help``; ``--check`` only compares.
+"""Write what the program says of itself into ``docs/`` and ``examples/``; ``--check`` compares.
 
-Each page is a hand-written introduction (``docs/intro/NAME.md``) followed by the generated help,
-so that the help in the docs cannot drift from the program.
+Each command's page is a hand-written introduction (``docs/intro/NAME.md``) followed by its
+``--help``; the example configuration holds every setting at its default with its help. Neither can
+drift from the program.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from marft_agents.cli import COMMANDS, cli
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SETTINGS = ROOT / "examples" / "finetune_full.yaml"
+_HEAD = """\
+# Every setting of `marft-agents finetune` at its default (written by `make docs`): keep the lines
+# that you change. Beside these, what transformers.TrainingArguments has is taken too (weight_decay,
+# max_grad_norm, warmup_steps, seed, report_to, run_name ...).
+"""
 
 
 def page(name: str) -> str:
@@ -30,18 +43,44 @@ def page(name: str) -> str:
     )
 
 
+def settings() -> str:
+    """The example configuration, in the order and under the headings of the source."""
+    from marft_agents.training._quiet import set_environment
+
+    set_environment()
+    from marft_agents.training.config import MarftConfig
+    from marft_agents.training.options import MANAGED
+
+    default = MarftConfig(use_cpu=True)
+    fields = {f.name: f for f in dataclasses.fields(MarftConfig) if f.name not in MANAGED}
+    lines = [_HEAD.rstrip()]
+    for line in inspect.getsource(MarftConfig).splitlines():
+        heading = re.match(r"    # (.*)", line)
+        name = re.match(r"    (\w+): ", line)
+        if heading is not None:
+            lines.append(f"\n# {heading[1]}")
+        elif name is not None and name[1] in fields and "help" in fields[name[1]].metadata:
+            value: Any = getattr(default, name[1])
+            shown = getattr(value, "value", value)
+            text = f"{name[1]}: {json.dumps(shown) if not isinstance(shown, str) else shown}"
+            lines.append(f"{text}  # {fields[name[1]].metadata['help']}")
+        elif line.strip().startswith("def "):
+            break
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
+    texts = {DOCS / f"{name}.md": page(name) for name in sorted(COMMANDS)} | {SETTINGS: settings()}
     stale: list[str] = []
-    for name in sorted(COMMANDS):
-        path, text = DOCS / f"{name}.md", page(name)
+    for path, text in texts.items():
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
-        stale.append(name)
+        stale.append(path.name)
         if "--check" not in sys.argv:
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
     if stale and "--check" in sys.argv:
-        print(f"stale pages: {', '.join(stale)}; run: make docs", file=sys.stderr)
+        print(f"stale: {', '.join(stale)}; run: make docs", file=sys.stderr)
         return 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from marft_agents.errors import ConfigError
 from marft_agents.training._quiet import set_environment
 from marft_agents.training.config import MarftConfig
-from marft_agents.training.options import merge, read_assignments, read_yaml
+from marft_agents.training.options import MANAGED, merge, read_assignments, read_yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +132,24 @@ def test_config_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/**/finetune*.yaml")), ids=str)
 def test_every_example_config_is_valid(path: Path) -> None:
     build(**read_yaml(path))
+
+
+def test_the_full_example_is_every_setting_at_its_default() -> None:
+    example = build(**read_yaml(ROOT / "examples" / "finetune_full.yaml"))
+    default = build()
+    ours = set(vars(MarftConfig)["__annotations__"]) - set(MANAGED)
+    assert set(read_yaml(ROOT / "examples" / "finetune_full.yaml")) == ours
+    assert {n: getattr(example, n) for n in ours} == {n: getattr(default, n) for n in ours}
+
+
+def test_the_configuration_in_the_docs_is_valid() -> None:
+    text = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    (block,) = [part.split("```")[0] for part in text.split("```yaml\n")[1:]]
+    config = build(**yaml.safe_load(block))
+    assert config.agents["coder-2"] == "coder" and config.level == "token"
+    assert config.of_adapter("coder", "learning_rate") == 1e-4
+    named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", text))
+    assert named <= {*MarftConfig.__dataclass_fields__, "at_once"}, "settings that do not exist"
 
 
 def test_every_setting_of_ours_has_a_help_text() -> None:
