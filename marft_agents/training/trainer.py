@@ -323,9 +323,12 @@ class MarftTrainer(BaseTrainer):
         """
         adapter = block.adapter
         self.nonfinite[adapter] += 1
-        handle, name = tempfile.mkstemp(prefix=f"marft-nonfinite-{adapter}-", suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"what": what, "turns": [batch.rows[i].turn_id for i in block.rows]}, file)
+        name = ""
+        if self.accelerator.is_main_process:
+            turns = [batch.rows[i].turn_id for i in block.rows]
+            handle, name = tempfile.mkstemp(prefix=f"marft-nonfinite-{adapter}-", suffix=".json")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"what": what, "turns": turns}, file)
         if self.nonfinite[adapter] > self.config.max_nonfinite_steps:
             raise TrainingError(
                 f"adapter {adapter!r}: {self.nonfinite[adapter]} steps gave a {what} that is not"
