@@ -19,7 +19,13 @@ import click
 from marft_agents.cli._finetune_online import OnlinePart, make_online, read_online
 from marft_agents.cli._finetune_server import Server, connect, require_same_adapters, swap_all
 from marft_agents.cli._text import say
-from marft_agents.errors import ConfigError, MarftError, MissingExtraError
+from marft_agents.errors import (
+    ConfigError,
+    MissingExtraError,
+    RegistryError,
+    ServerError,
+    TrainingError,
+)
 from marft_agents.log import LogReader
 from marft_agents.rewards import RewardFunction, load_reward_function
 from marft_agents.training._quiet import set_environment
@@ -225,6 +231,7 @@ def _train(
     source = None
     if online is not None and server is not None:
         source = make_online(online, config, server, reward, stack, _main_says)
+    before = _newest_checkpoint(options.output)
     try:
         return finetune(
             list(options.logs),
@@ -239,17 +246,17 @@ def _train(
             dry_run=options.dry_run,
             say=_main_says,
         )
-    except (MarftError, KeyboardInterrupt):
-        _say_how_to_go_on(options.output)
+    except (TrainingError, ServerError, RegistryError, OSError, KeyboardInterrupt):
+        kept = _newest_checkpoint(options.output)
+        if kept is not None and (kept != before or options.resume):
+            _main_says(f"{kept} is kept: the same command with --resume goes on from there")
         raise
 
 
-def _say_how_to_go_on(output: Path) -> None:
+def _newest_checkpoint(output: Path) -> Path | None:
     from marft_agents.training.checkpoint import CHECKPOINTS, checkpoints
 
-    found = checkpoints(output / CHECKPOINTS)
-    if found:
-        _main_says(f"{found[-1]} is kept: the same command with --resume goes on from there")
+    return next(reversed(checkpoints(output / CHECKPOINTS)), None)
 
 
 def _tell(result: FinetuneResult, swapped: Mapping[str, str], options: _Options) -> None:

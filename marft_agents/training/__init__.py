@@ -13,21 +13,36 @@ from marft_agents.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from marft_agents.training.config import MarftConfig
+    from marft_agents.training.online import OnlineSource
     from marft_agents.training.plan import ServerLimits
     from marft_agents.training.results import FinetuneResult
     from marft_agents.training.run import finetune
     from marft_agents.training.stages import Online
+    from marft_agents.training.tasks import Task, read_tasks
     from marft_agents.training.trainer import MarftTrainer
 
-__all__ = ["FinetuneResult", "MarftConfig", "MarftTrainer", "Online", "ServerLimits", "finetune"]
+__all__ = [
+    "FinetuneResult",
+    "MarftConfig",
+    "MarftTrainer",
+    "Online",
+    "OnlineSource",
+    "ServerLimits",
+    "Task",
+    "finetune",
+    "read_tasks",
+]
 
 _HOMES = {
     "FinetuneResult": "results",
     "MarftConfig": "config",
     "MarftTrainer": "trainer",
     "Online": "stages",
+    "OnlineSource": "online",
     "ServerLimits": "plan",
+    "Task": "tasks",
     "finetune": "run",
+    "read_tasks": "tasks",
 }
 
 

@@ -102,6 +102,8 @@ def finetune(
     base, model_dir = describe_base(model), resolve_model_dir(model)
     settings = changed_settings(config)
     saved = _newest(registry, base, settings) if resume else None
+    if saved is None:
+        _note_interrupted(registry, say)
     limits = limits or ServerLimits(config.max_lora_rank)
     reader = _reader(logs, config, online, say)
     # Read and scored once: a reward function may judge otherwise the next time it is asked.
@@ -112,15 +114,13 @@ def finetune(
     for line in method_lines(config, logs=plan is not None, online=online is not None):
         say(line)
     if dry_run:
-        for line in [
-            "",
-            *estimate_lines(plan, registry, model_dir, config, limits, online=online is not None),
-        ]:
+        say("")
+        for line in estimate_lines(plan, registry, model_dir, config, limits, online=bool(online)):
             say(line)
         return None
-    _warn_of_memory(plan, registry, config, say)
     registry.require_writable()
     config = tracked(config, registry.root)
+    _warn_of_memory(plan, registry, config, say)
     for line in tracking_lines(config):
         say(line)
     with _quiet.quiet(), tempfile.TemporaryDirectory(prefix="marft-finetune-") as scratch:
@@ -135,6 +135,15 @@ def finetune(
 
 def _silent(_line: str) -> None:
     """Every process but the first keeps quiet."""
+
+
+def _note_interrupted(registry: Registry, say: Say) -> None:
+    left = checkpoint.checkpoints(registry.root / checkpoint.CHECKPOINTS)
+    if left:
+        say(
+            f"note: {left[-1]} is of a run that was interrupted; --resume goes on from it, and this"
+            " run begins anew"
+        )
 
 
 def _warn_of_memory(plan: Plan | None, registry: Registry, config: MarftConfig, say: Say) -> None:

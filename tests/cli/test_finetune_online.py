@@ -72,6 +72,8 @@ def test_a_swap_that_fails_stops_the_run_and_says_how_to_go_on(shop: Shop) -> No
     assert gateway.swaps == [("router", 2)]
     assert "the same command with --resume goes on from there" in out
     gateway.refuse = None
+    shop.team.write(4)
+    assert "is of a run that was interrupted" in shop.run("--dry-run")[1]
     code, out = shop.run(*online("--offline", "none", "--set", "save_steps=1", "--resume"))
     assert code == 0 and "resumed from checkpoint-" in out
     assert gateway.swaps[-1] == ("writer", Registry(shop.root / "adapters").current("writer"))
