@@ -18,6 +18,7 @@ import hashlib
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +51,11 @@ class BaseSettings:
     """Size and schooling of a base; its folder is named after all of it."""
 
     seed: int = 0
-    hidden: int = 64
+    hidden: int = 48
     layers: int = 2
-    steps: int = 1500
+    steps: int = 2000
     batch: int = 64
-    learning_rate: float = 3e-3
+    learning_rate: float = 5e-3
 
 
 def _reply(draw: random.Random, agent: int, value: int, digit: int, *, good: bool) -> str:
@@ -165,10 +166,13 @@ def base_folder(settings: BaseSettings, say: Callable[[str], None] = print) -> P
     folder = CACHE / f"relay-base-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
     if not (folder / "config.json").exists():
         say(f"pre-training the base of the relay into {folder}")
+        CACHE.mkdir(parents=True, exist_ok=True)
         model, tokenizer = pretrain(settings, say)
-        staged = folder.with_name(f".{folder.name}")
-        shutil.rmtree(staged, ignore_errors=True)
+        staged = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{folder.name}-"))
         model.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-        staged.rename(folder)
+        try:
+            staged.rename(folder)
+        except OSError:  # somebody else was faster: the same settings give the same model
+            shutil.rmtree(staged)
     return folder
