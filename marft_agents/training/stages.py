@@ -66,7 +66,7 @@ class Online:
     """What the online stage needs of its caller."""
 
     source: Source
-    swap: Callable[[str, int], None]
+    swap: Callable[[str, int], object]
     """Moves a server's alias to a new version; raises when it cannot."""
 
 

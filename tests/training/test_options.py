@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 from pathlib import Path
@@ -150,6 +151,23 @@ def test_the_configuration_in_the_docs_is_valid() -> None:
     assert config.of_adapter("coder", "learning_rate") == 1e-4
     named = set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", text))
     assert named <= {*MarftConfig.__dataclass_fields__, "at_once"}, "settings that do not exist"
+
+
+def test_the_python_of_the_docs_is_of_this_version() -> None:
+    text = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    for block in blocks:
+        compile(block, "docs/finetune.md", "exec")
+    names: dict[str, Any] = {}
+    (library,) = [block for block in blocks if "import MarftConfig" in block]
+    for line in library.splitlines():
+        if line.startswith("from marft_agents"):
+            exec(line, names)
+    taken = set(inspect.signature(names["finetune"]).parameters)
+    assert {"model", "output", "config", "online", "resume", "fresh_optimizer", "dry_run"} <= taken
+    assert set(re.findall(r"        (\w+)=", library)) <= set(
+        inspect.signature(names["OnlineSource"]).parameters
+    )
 
 
 def test_every_setting_of_ours_has_a_help_text() -> None:
