@@ -14,6 +14,7 @@ in a checkpoint, so a resumed run takes the same steps. A guard that trips gives
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -141,6 +142,8 @@ class Learner:
         ]
         report.rows = {a: len(batch.rows_of(a)) for a in batch.adapters}
         report.seen = {a: _seen(data, by_adapter[a]) for a in batch.adapters}
+        if objective == "ppo":
+            report.left_out = {a: _left_out(data, by_adapter[a]) for a in kept}
         return Work(batch, credits, report, mean_reward)
 
     def _values(self, data: TrainingSet, iteration: int, report: UpdateReport) -> Any:
@@ -358,12 +361,13 @@ def _count(row: TrainRow, config: MarftConfig) -> float:
     return float(sizes[config.action_norm])
 
 
+def _left_out(data: TrainingSet, rows: Sequence[int]) -> dict[str, int]:
+    """Turns that allow no ratio, by reason."""
+    return dict(Counter(why for i in rows if (why := data.rows[i].off_policy) is not None))
+
+
 def _no_ratio(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> str:
-    reasons: dict[str, int] = {}
-    for rows in by_adapter.values():
-        for i in rows:
-            why = data.rows[i].off_policy or "its advantage is that of every other turn"
-            reasons[why] = reasons.get(why, 0) + 1
+    reasons = _left_out(data, [i for rows in by_adapter.values() for i in rows])
     counted = ", ".join(f"{n} {why}" for why, n in reasons.items())
     return (
         f"nothing to learn: no turn allows a ratio with the policy that sampled it ({counted});"

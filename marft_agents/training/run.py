@@ -315,10 +315,10 @@ def _run(
     learner.after_step = _checkpoints(stages)
     learner.run(stages.program())
     _finish(stages)
-    flat = [Untouched(name, "no signal: its turns do not differ") for name in stages.flat]
+    left = [Untouched(name, why) for name, why in stages.untouched.items()]
     return FinetuneResult(
         adapters=[stages.results[name] for name in sorted(stages.results)],
-        untouched=[*([] if plan is None else plan.untouched), *flat],
+        untouched=[*([] if plan is None else plan.untouched), *left],
         explained_variance=stages.explained,
         seconds=time.monotonic() - started,
         tokens_scored=learner.trainer.tokens_scored,

@@ -95,7 +95,8 @@ class Stages:
         self.idle = 0
         self.rounds: list[dict[str, float]] = []
         self.results: dict[str, AdapterResult] = {}
-        self.flat: list[str] = []
+        self.untouched: dict[str, str] = {}
+        """Adapters that the stage on logs did not train, and why."""
         self.explained: float | None = None
         self.credit_file: Path | None = None
         self.roles: dict[str, str] = {} if plan is None else dict(plan.roles)
@@ -144,14 +145,25 @@ class Stages:
         self._warn_nonfinite()
         credits = work.credits
         if credits is not None and credits.actions:
-            self.flat = credits.flat
             self._write_credit(credits, work)
         self.explained = report.explained_variance
+        planned = [a.adapter for a in self._plan.adapters]
+        self.untouched = {a: self._why(work, a) for a in planned if a not in report.effects}
         self._publish(work, report, self._logs)
         self.offline_done = True
         if self.online is not None:
             self._swap(self.online, work.batch.adapters)
             self.save()
+
+    def _why(self, work: Work, adapter: str) -> str:
+        """Why an update left an adapter alone."""
+        if work.credits is not None and adapter in work.credits.flat:
+            return "no signal: its turns do not differ"
+        if work.batch.objective != "ppo":
+            return "none of its turns was picked"
+        if self.config.schedule == "alternate":
+            return "it was not its turn (schedule: alternate)"
+        return "none of its turns allows a ratio with the policy that sampled it"
 
     def _round(self, online: Online) -> Generator[Block, None, None]:
         """Collect, train, publish, swap."""
@@ -285,6 +297,10 @@ class Stages:
                     f"{adapter}: {count} turns of little weight are skipped (together at most"
                     f" {self.config.awr_skip_share:.0%} of it)"
                 )
+        for adapter, reasons in work.report.left_out.items():
+            if reasons:
+                counted = ", ".join(f"{n} {why}" for why, n in reasons.items())
+                self.say(f"{adapter}: turns without a ratio are left out: {counted}")
         if work.batch.objective not in ("awr", "ppo"):
             return  # the method says itself what it picks
         for adapter, count in work.report.rows.items():

@@ -21,6 +21,8 @@ class UpdateReport:
     """Trained turns per adapter."""
     seen: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """Per adapter: episodes, turns and sampled tokens that it had, trained or skipped."""
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """ppo: per adapter, turns that allow no ratio, by reason."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """``<adapter>/<name>``, means over the update's steps."""
     effects: dict[str, Effect] = field(default_factory=dict[str, Effect])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from marft_agents.errors import NothingToLearn, RegistryError, TrainingError
 from marft_agents.log import LogReader
 from marft_agents.registry import Registry
+from marft_agents.schema import Sampling
 from marft_agents.training import FinetuneResult, MarftConfig, MarftTrainer, finetune
 from marft_agents.training._quiet import quiet
 from marft_agents.training.checkpoint import CHECKPOINTS, LEARNER, checkpoints, read
@@ -356,6 +357,81 @@ def test_case_15_episodes_that_nobody_scored_have_no_gradient(
         weights.append(path.read_bytes())
         assert f"episodes: 6 of {6 + unscored} usable" in said
     assert weights[0] == weights[1]
+
+
+ONE_STEP: dict[str, Any] = {
+    "offline": "ppo", "num_train_epochs": 1, "per_device_train_batch_size": 99,
+}  # fmt: skip
+
+
+def ppo_run(
+    model_dir: Path, root: Path, tiny: TinyModel, temperature: float = 1.0, **fields: Any
+) -> tuple[FinetuneResult, Registry, list[str]]:
+    """One step of every agent on logs of this kind."""
+    team = Team(tiny, root / "logs", temperature=temperature)
+    team.write(8, seed=2, **fields)
+    registry, said = publish_untrained(root / "adapters", model_dir), list[str]()
+    result = finetune(
+        [root / "logs"],
+        model=str(model_dir),
+        output=registry.root,
+        config=settings(**ONE_STEP),
+        say=said.append,
+    )
+    assert result is not None
+    return result, registry, said
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_case_17_every_ratio_is_1_at_step_0(
+    temperature: float, model_dir: Path, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """Case 17: unchanged weights, log-probabilities of the temperature that was sampled at."""
+    _, registry, _ = ppo_run(model_dir, tmp_path, tiny, temperature)
+    for agent in ("router", "writer"):
+        metrics = registry.manifest(agent, 2).training["metrics"]
+        assert metrics["ratio"] == pytest.approx(1, abs=1e-3)
+        assert metrics["sampling/importance_sampling_ratio"] == pytest.approx(1, abs=1e-3)
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_case_17_raw_log_probabilities_of_cold_calls_are_refused_with_the_reason(
+    model_dir: Path, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """Case 17: they can be checked, but no ratio can be made of them."""
+    cold = Sampling(temperature=0.5)
+    with pytest.raises(NothingToLearn, match=r"16 raw log-probabilities at a temperature that is"):
+        ppo_run(model_dir, tmp_path, tiny, logprob_mode="raw", sampling=cold)
+    registry = Registry(tmp_path / "adapters")
+    assert all(registry.versions(a) == [1] for a in ("router", "writer"))
+
+
+def test_turns_without_a_ratio_are_counted_and_their_adapter_is_listed(
+    model_dir: Path, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """A greedy writer beside a router that samples."""
+    Team(tiny, tmp_path / "logs").write(8, seed=2)
+    lines = (path := next((tmp_path / "logs").glob("*.jsonl"))).read_text().splitlines()
+    changed: list[str] = []
+    for line in lines:
+        event = json.loads(line)
+        if event.get("agent") == "writer":
+            event["sampling"] = {"temperature": 0.0}
+        changed.append(json.dumps(event))
+    path.write_text("\n".join(changed) + "\n")
+    registry, said = publish_untrained(tmp_path / "adapters", model_dir), list[str]()
+    result = finetune(
+        [tmp_path / "logs"],
+        model=str(model_dir),
+        output=registry.root,
+        config=settings(**ONE_STEP),
+        say=said.append,
+    )
+    assert result is not None and [a.adapter for a in result.adapters] == ["router"]
+    assert "writer: turns without a ratio are left out: 8 sampled greedily" in said
+    why = "none of its turns allows a ratio with the policy that sampled it"
+    assert [(u.name, u.why) for u in result.untouched] == [("writer", why)]
+    assert registry.versions("writer") == [1] and registry.versions("router") == [1, 2]
 
 
 def test_tasks_that_each_earn_the_same_teach_a_group_nothing(
