@@ -276,6 +276,14 @@ def test_the_servers_limits_are_checked_before_training(shop: Shop) -> None:
     assert "serves the base other" in shop.refuses("--server", "http://127.0.0.1:1")
 
 
+def test_only_the_first_process_speaks_and_swaps(shop: Shop) -> None:
+    shop.team.write(8)
+    gateway = served(shop)
+    shop.monkeypatch.setenv("RANK", "1")
+    code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
+    assert (code, out, gateway.swaps) == (0, "", [])
+
+
 def test_help_and_plain_mistakes_load_no_training_library() -> None:
     code = (
         "import sys; sys.argv = ['marft-agents', 'finetune', 'nowhere', '--model', 'x'];"
