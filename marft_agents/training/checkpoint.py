@@ -115,14 +115,16 @@ def remove(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def carry_over(learner: Learner, saved: Checkpoint) -> None:
-    """Adam states and critic of an earlier run for the adapters that go on from its versions."""
+def carry_over(learner: Learner, saved: Checkpoint, *, critic: bool) -> None:
+    """Adam states, and critic, of an earlier run for the adapters that go on from its versions."""
     for adapter in saved.facts["adapters"]:
-        if adapter in learner.session.adapters:
-            load_adam_state(learner.trainer, adapter, part(saved.tensors, f"adam/{adapter}/"))
-    critic = part(saved.tensors, "critic/")
-    if critic:
-        learner.critics.load_state(critic)
+        moments = part(saved.tensors, f"adam/{adapter}/")
+        here = adapter in learner.session.adapters
+        if here and odd_adam_state(learner.trainer, adapter, moments) is None:
+            load_adam_state(learner.trainer, adapter, moments)
+    values = part(saved.tensors, "critic/")
+    if critic and values:
+        learner.critics.load_state(values)
 
 
 # -- a learner's state -------------------------------------------------------------------------

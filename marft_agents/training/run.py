@@ -56,6 +56,8 @@ _MAY_CHANGE = frozenset({
     "episode_timeout", "report_to", "project", "max_guard_trips", "max_nonfinite_steps", "run_name",
 })  # fmt: skip
 """Settings that a resumed run may change without becoming another run."""
+_OF_CRITIC = ("estimator", "critic", "critic_hidden", "critic_rank")
+"""Settings that shape the critic."""
 
 
 def finetune(
@@ -358,19 +360,27 @@ def _carry_over(stages: Stages, say: Say) -> None:
     found = checkpoint.checkpoints(stages.registry.root / checkpoint.LEARNER)
     if not found:
         return
-    saved = checkpoint.read(found[-1])
+    try:
+        saved = checkpoint.read(found[-1])
+    except ConfigError as error:
+        say(f"Adam and critic start anew: {error}")
+        return
     current = {a: stages.registry.current(a) for a in stages.learner.session.adapters}
     versions: dict[str, int] = saved.facts["versions"]
     other = [a for a, v in versions.items() if current.get(a) != v]
     same_base = saved.facts["base"]["fingerprint"] == stages.base.fingerprint
-    before = saved.facts["settings"].get("estimator", "marft")
-    if other or not same_base or before != stages.config.estimator:
+    before: dict[str, Any] = saved.facts["settings"]
+    changed = [n for n in _OF_CRITIC if before.get(n, _default(n)) != getattr(stages.config, n)]
+    if other or not same_base or "estimator" in changed:
         why = f"{other[0]} is another version now" if other else "it was another set-up"
         say(f"Adam and critic start anew: the last run's are not these adapters' ({why})")
         return
-    checkpoint.carry_over(stages.learner, saved)
+    checkpoint.carry_over(stages.learner, saved, critic=not changed)
     names = ", ".join(served_name(a, v) for a, v in versions.items())
-    say(f"Adam and critic go on from the run that made {names}")
+    verb = "goes" if changed else "and critic go"
+    say(f"Adam {verb} on from the run that made {names}")
+    if changed:
+        say(f"the critic starts anew: {changed[0]} is another one")
 
 
 # -- resuming ----------------------------------------------------------------------------------

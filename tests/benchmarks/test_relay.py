@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.learning.base import BaseSettings, base_folder, call, transcript
+from benchmarks.learning.base import base_folder, call, transcript
 from benchmarks.learning.relay import (
     NAMES,
     Task,
@@ -23,27 +23,20 @@ from benchmarks.learning.relay import (
 from benchmarks.learning.team import Relay, Reply, as_episode, play
 from benchmarks.learning.words import Words, make_tokenizer
 from marft_agents.training.dataset import read_training_set
+from tests.benchmarks.conftest import QUICK
 
-QUICK = BaseSettings(hidden=16, layers=1, steps=3, batch=8)
 ADAPTERS = {"ann": "ann", "bob": "bob"}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.learning.base.CACHE", tmp_path_factory.mktemp("cache"))
-        return base_folder(QUICK, lambda _: None)
-
-
-@pytest.fixture(scope="module")
-def model(base: Path) -> Any:
+def model(relay_base: Path) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model: Any = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), config, adapter_name="ann"
+        AutoModelForCausalLM.from_pretrained(relay_base), config, adapter_name="ann"
     )
     model.add_adapter("bob", config)
     return model.eval()
@@ -142,8 +135,8 @@ def test_a_relay_becomes_an_episode_with_hand_offs_and_one_reward() -> None:
     assert not data.left_out_turns
 
 
-def test_a_base_is_made_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.learning.base.CACHE", base.parent)
+def test_a_base_is_made_once(relay_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.learning.base.CACHE", relay_base.parent)
     said: list[str] = []
-    assert base_folder(QUICK, said.append) == base
+    assert base_folder(QUICK, said.append) == relay_base
     assert said == []

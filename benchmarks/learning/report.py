@@ -1,0 +1,198 @@
+"""The chapter on learning, from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.chart import Line, Panel, draw
+from benchmarks.learning.base import VALUE_ACCURACY, BaseSettings
+from benchmarks.learning.methods import BY_NAME, COMMON, METHODS
+from benchmarks.learning.relay import TEAM_SIZES
+from benchmarks.learning.summary import (
+    REFERENCE,
+    curve,
+    markdown_table,
+    of,
+    panels,
+    percent,
+    points,
+    rows,
+    sizes_of,
+    verdict,
+)
+from benchmarks.records import Record
+from benchmarks.stats import difference_of, mean_of
+
+_HEAD = (
+    "method", "success after training", f"points against {BY_NAME[REFERENCE].label}", "collapses",
+    "episodes to 90 % of the best (median, seeds that got there)", "optimizer steps",
+)  # fmt: skip
+
+
+def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path) -> list[str]:
+    """Methods side by side."""
+    plan = records[0]["plan"]
+    total = plan["iterations"] * plan["episodes"]
+    figures.mkdir(parents=True, exist_ok=True)
+    chart = draw(panels(records), x_label="episodes", y_label="success", y_most=1.0)
+    (figures / "learning.svg").write_text(chart, encoding="utf-8")
+    out = [
+        "## Does it learn, and against what?",
+        "",
+        *_task_text(),
+        "",
+        *_methods_text(),
+        "",
+        f"Every run: {plan['iterations']} iterations of {plan['episodes']} episodes ({total} in"
+        f" all), {plan['group_size']} episodes of each task, {plan['epochs']} passes in steps of"
+        f" {plan['block']} turns; success is measured on {plan['final_tasks']} held-out tasks"
+        f" before and after ({plan['held_out']} of them after each iteration), sampled at"
+        " temperature 1 as in training.",
+        *_tuning_text(tuning),
+        "",
+        "![Success over episodes](figures/learning.svg)",
+        "",
+        "Lines are means over seeds, bands their 95 % intervals (Student), the dashed line is the"
+        " untrained team.",
+    ]
+    for size in sizes_of(records):
+        untrained = mean_of([r["untrained"] for r in of(records, size, REFERENCE)])
+        seeds = len({r["seed"] for r in of(records, size)})
+        out += [
+            "",
+            f"### {size}: {TEAM_SIZES[size]} agents",
+            "",
+            f"Untrained: {percent(untrained)}; {seeds} seeds.",
+            "",
+            *markdown_table(_HEAD, [row.cells() for row in rows(records, size)]),
+        ]
+    return [
+        *out,
+        "",
+        "A collapse is a seed that ends below its untrained team. Fewer steps than the others mean"
+        " that turns were left out because they say nothing: groups of episodes that all earned"
+        " the same, or an agent whose advantages do not differ.",
+    ]
+
+
+def _task_text() -> list[str]:
+    base = BaseSettings()
+    return [
+        "The relay (`benchmarks/learning/relay.py`): agents speak once each, in order; each sees"
+        " its own digit and the words said just before, and says an operation and the new running"
+        " value. The verdict is 1 when the last value is right and 0 otherwise, for the whole"
+        " team; nothing is given on the way. No prompt says whether an agent has to add or to"
+        " subtract: only the verdict does.",
+        "",
+        f"The base is a Llama of {base.layers} layers and width {base.hidden} with a tokenizer of"
+        f" its own, pre-trained for about a minute and a half: in calls it adds or subtracts by"
+        f" the toss of a coin and gets the value right {VALUE_ACCURACY:.0%} of the time. It has"
+        " also read transcripts of good and poor relays, as language models read talk about work;"
+        " without these the critic would have nothing to see in the frozen base.",
+    ]
+
+
+def _methods_text() -> list[str]:
+    single, ippo, group = (BY_NAME[name].label for name in ("single", "ippo", "group"))
+    return [
+        f"All methods are settings of this package on the same code. *{single}*: one adapter plays"
+        f" every role. *{ippo}*: each agent alone, its own critic on its own prompt, all updated"
+        f" at once. *{group}*: episodes of one task compared with each other, all updated at once."
+        " *MARFT-A* and *MARFT-T*: the central critic and one recursion through all agents, per"
+        " action or per token, agent after agent with the compound ratio. λ is"
+        f" {COMMON['lam']:g} where it is not named; it is without effect where an agent is"
+        " credited alone, as in the other two.",
+    ]
+
+
+def _tuning_text(tuning: Sequence[Record]) -> list[str]:
+    chosen = ", ".join(f"{m.label} {m.learning_rate:g}" for m in METHODS)
+    out = [f"Step sizes: {chosen}."]
+    if tuning:
+        tried = sorted({r["learning_rate"] for r in tuning})
+        seeds = sorted({r["seed"] for r in tuning})
+        sizes = " and ".join(sizes_of(tuning))
+        out[0] += (
+            f" They are the best by mean success of {', '.join(f'{t:g}' for t in tried)} on"
+            f" {sizes} with the seeds {', '.join(map(str, seeds))}, which are not reported;"
+            " everything else was set on those seeds too, and is the same for all methods."
+        )
+    return out
+
+
+def tuned(tuning: Sequence[Record]) -> dict[str, float]:
+    """The best step size of every method: the highest mean final success, sizes weighed alike."""
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(r["method"] for r in tuning):
+        means: dict[float, float] = {}
+        for rate in sorted({r["learning_rate"] for r in tuning if r["method"] == name}):
+            runs = [r for r in tuning if r["method"] == name and r["learning_rate"] == rate]
+            by_size = [
+                mean_of([r["final"] for r in runs if r["size"] == size]).mean
+                for size in dict.fromkeys(r["size"] for r in runs)
+            ]
+            means[rate] = mean_of(by_size).mean
+        out[name] = max(means, key=lambda rate: means[rate])
+    return out
+
+
+# -- logs first --------------------------------------------------------------------------------
+
+
+def logs_first(records: Sequence[Record], scratch: Sequence[Record], figures: Path) -> list[str]:
+    """Offline, then online, against online alone."""
+    plan = records[0]["plan"]
+    logged, total = plan["logged"], plan["logged"] + plan["iterations"] * plan["episodes"]
+    label = BY_NAME[REFERENCE].label
+    pictures: list[Panel] = []
+    body: list[list[str]] = []
+    for size in sizes_of(records):
+        these, those = of(records, size, REFERENCE), of(scratch, size, REFERENCE)
+        pictures.append(Panel(size, _two_lines(these, those, logged)))
+        body.append([size, *_comparison(these, those, logged, total)])
+    chart = draw(pictures, x_label="episodes, logged ones included", y_label="success", y_most=1.0)
+    (figures / "logs-first.svg").write_text(chart, encoding="utf-8")
+    return [
+        "## Logs first, then online",
+        "",
+        f"{label} from {logged} logged episodes of the untrained team (advantage-weighted"
+        f" regression, as many passes), then {plan['iterations']} iterations online; against"
+        f" {label} online from the start, as above. Both take {total} episodes and as many steps"
+        " in all; the logs cost nobody's time, so the last column compares at equal numbers of"
+        " episodes *played for training*.",
+        "",
+        "![Success over episodes](figures/logs-first.svg)",
+        "",
+        *markdown_table(
+            (
+                "team", "after the logs", "logs first, final", "online alone, final",
+                "points, equal episodes in all", "points, equal episodes online",
+            ),
+            body,
+        ),
+    ]  # fmt: skip
+
+
+def _two_lines(these: Sequence[Record], those: Sequence[Record], logged: int) -> list[Line]:
+    return [curve(those, "online alone"), curve(these, f"{logged} logged episodes first")]
+
+
+def _comparison(
+    these: Sequence[Record], those: Sequence[Record], logged: int, total: int
+) -> list[str]:
+    by_seed = {r["seed"]: r for r in those}
+    pairs = [(r, by_seed[r["seed"]]) for r in these if r["seed"] in by_seed]
+    in_all = difference_of([a["final"] for a, _ in pairs], [b["final"] for _, b in pairs])
+    online = difference_of(
+        [a["success"][-1] for a, _ in pairs],
+        [b["success"][b["episodes"].index(total - logged)] for _, b in pairs],
+    )
+    after = mean_of([r["success"][r["episodes"].index(logged)] for r in these])
+    return [
+        percent(after),
+        percent(mean_of([a["final"] for a, _ in pairs])),
+        percent(mean_of([b["final"] for _, b in pairs])),
+        f"{points(in_all)}: {verdict(in_all)}",
+        f"{points(online)}: {verdict(online)}",
+    ]

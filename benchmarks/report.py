@@ -1,0 +1,106 @@
+"""Writes docs/evidence.md and docs/figures/ from the results at hand.
+
+    python -m benchmarks.report
+
+Invariant: the page holds nothing that is not in the results; a benchmark without results has no
+chapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.learning import report as learning_report
+from benchmarks.learning import run as learning_run
+from benchmarks.records import Record, Results
+from benchmarks.trainer import measure
+from benchmarks.trainer import report as trainer_report
+
+_HEAD = [
+    "# Evidence",
+    "",
+    "Written by `python -m benchmarks.report` from the results under `benchmarks/*/results/`; do"
+    " not edit. How to run everything again is at the end.",
+    "",
+]
+
+
+def page(learning: Path, trainer: Path, figures: Path) -> str:
+    """The whole page; figures are written on the way."""
+
+    def read(name: str) -> list[Record]:
+        return Results(learning / name, learning_run.KEY).read()
+
+    online, first, tuning = read("online.jsonl"), read("logs_first.jsonl"), read("tuning.jsonl")
+    runs = Results(trainer, measure.KEY).read()
+    out = list(_HEAD)
+    if online:
+        out += [*learning_report.learning(online, tuning, figures), ""]
+    if first and online:
+        out += [*learning_report.logs_first(first, online, figures), ""]
+    if runs:
+        out += [*trainer_report.trainer(runs, figures), ""]
+    return "\n".join([*out, *_how([*online, *first], tuning, runs)])
+
+
+def _how(learning: Sequence[Record], tuning: Sequence[Record], runs: Sequence[Record]) -> list[str]:
+    out = ["## What was run", ""]
+    if learning:
+        out += [
+            "- `python -m benchmarks.learning.run`, then `--logs-first`:"
+            f" {_count(learning)}, {_minutes(learning)} of processor time in all. Settings were"
+            f" chosen with `--tune` and by hand on its seeds: {_count(tuning)},"
+            f" {_minutes(tuning)}. `--quick` runs in seconds.",
+        ]
+    if runs:
+        spent = sum(r["process_seconds"] for r in runs) / 60
+        out += [
+            f"- `python -m benchmarks.trainer.measure`: {len(runs)} processes, {spent:.0f} minutes"
+            " by the clock. `--quick` runs in a minute.",
+        ]
+    for machine in _machines([*learning, *runs]):
+        out.append(f"- {machine}")
+    load = [r["load"] for r in [*learning, *runs]]
+    if load:
+        out.append(
+            f"- The machine had other work too: {min(load):.1f} to {max(load):.1f} processes"
+            " wanted to run while this was measured."
+        )
+    return [*out, ""]
+
+
+def _count(records: Sequence[Record]) -> str:
+    return f"{len(records)} runs" if len(records) != 1 else "1 run"
+
+
+def _minutes(records: Sequence[Record]) -> str:
+    return f"{sum(r['cpu_seconds'] for r in records) / 60:.0f} minutes"
+
+
+def _machines(records: Sequence[Record]) -> list[str]:
+    seen: dict[str, set[str]] = {}
+    for record in records:
+        m = record["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+        what = (
+            f"{m['processor']}, {m['cores']} cores, {m['memory_gib']:.0f} GiB; {m['system']};"
+            f" {versions}"
+        )
+        seen.setdefault(what, set()).add(m["commit"])
+    return [f"{what}; at {', '.join(sorted(commits))}" for what, commits in seen.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--learning", type=Path, default=learning_run.RESULTS)
+    parser.add_argument("--trainer", type=Path, default=measure.RESULTS)
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    options = parser.parse_args(arguments)
+    text = page(options.learning, options.trainer, options.docs / "figures")
+    (options.docs / "evidence.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
