@@ -376,7 +376,7 @@ def _carry_over(stages: Stages, say: Say) -> None:
         say(f"Adam and critic start anew: the last run's are not these adapters' ({why})")
         return
     checkpoint.carry_over(stages.learner, saved, critic=not changed)
-    names = ", ".join(served_name(a, v) for a, v in versions.items())
+    names = ", ".join(served_name(a, v) for a, v in sorted(versions.items()))
     verb = "goes" if changed else "and critic go"
     say(f"Adam {verb} on from the run that made {names}")
     if changed:
