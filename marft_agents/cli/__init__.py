@@ -63,7 +63,8 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (MarftError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+        # Of several processes one speaks: an error of that one, or of what all read, is all's.
+        if os.environ.get("RANK", "0") == "0" or os.environ.get("MARFT_VERBOSE") == "1":
             click.echo(f"marft-agents: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -54,7 +54,7 @@ class MarftConfig(BaseConfig):
     per_device_train_batch_size: int = _setting(8, "Turns scored together.")
     lr_scheduler_type: str = _setting("constant", "Schedule over all agents' steps together.")
     gradient_checkpointing: bool = _setting(False, "Trade compute for memory.")
-    bf16: bool | None = _setting(False, "Autocast; leave it off, `dtype` sets the base's type.")
+    bf16: bool | None = _setting(False, "Kept off; `dtype` sets the base's type.")
     disable_tqdm: bool | None = _setting(True, "No progress bars; progress is printed as lines.")
     save_strategy: str = _setting("steps", "`no` writes no checkpoint for --resume.")
     save_steps: float = _setting(50, "Optimizer steps between two checkpoints.")

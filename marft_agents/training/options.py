@@ -42,6 +42,7 @@ MANAGED = {
     "auto_find_batch_size": "pack_tokens, which bounds what a pass holds",
     "per_device_eval_batch_size": _COMPARE,
     "fp16": "dtype, the type of the base's weights; adapters are float32",
+    "bf16": "dtype, the type of the base's weights; adapters are float32",
     "neftune_noise_alpha": "nothing; noise would change the recorded policy",
     "label_smoothing_factor": "nothing; a smoothed loss is none of these objectives",
     "use_liger_kernel": "nothing; turns are scored in packs of their own",

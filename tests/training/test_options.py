@@ -91,6 +91,7 @@ def test_what_is_wrong_with_a_setting_is_said(values: dict[str, Any], message: s
         ({"load_best_model_at_end": True}, "marft-agents swap"),
         ({"fsdp": "full_shard"}, "torchrun"),
         ({"remove_unused_columns": True}, "rows have no columns"),
+        ({"bf16": True}, "dtype"),
     ],
 )
 def test_a_setting_without_effect_is_refused_from_python_too(
