@@ -202,9 +202,10 @@ class MarftConfig(BaseConfig):
             "episodes_per_iteration", "group_size", "at_once", "episode_timeout",
             "update_epochs", "online_learning_rate", "critic_rank", "critic_lora_learning_rate",
             "critic_update_epochs", "critic_max_grad_norm", "target_kl", "value_limit",
-            "save_steps",
         ):  # fmt: skip
             self._must(name, getattr(self, name) > 0, "above 0")
+        for name in ("save_steps", "logging_steps"):  # a share would be of no known total
+            self._must(name, getattr(self, name) >= 1, "1 or more")
         for name in (
             "replay_turns", "max_nonfinite_steps", "weight_decay", "entropy_coef", "beta",
             "max_resample", "max_staleness", "max_guard_trips", "entropy_floor",

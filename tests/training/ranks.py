@@ -16,16 +16,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marft_agents.errors import ServerError
+from marft_agents.log import LogReader
 from marft_agents.registry import Registry
 from marft_agents.training import MarftConfig, finetune
 from marft_agents.training import trainer as trainer_module
 from marft_agents.training._quiet import quiet, set_environment
 from marft_agents.training.adapters import adapter_state
+from marft_agents.training.dataset import TrainingSet, read_training_set
 from marft_agents.training.loop import Learner
+from marft_agents.training.stages import Online
 from tests.tiny_model import make_tiny_model
 from tests.training.synthetic import Team, TinyModel, publish_trained, publish_untrained
 
@@ -38,6 +42,7 @@ COMMON: dict[str, Any] = {
     "save_steps": 2,
 }  # fmt: skip
 PPO: dict[str, Any] = {"offline": "ppo", "beta": 0.05, "entropy_coef": 0.01, "weight_decay": 0.1}
+ONLINE: dict[str, Any] = {"offline": "none", "iterations": 2, "update_epochs": 1}
 
 
 class Interrupted(BaseException):
@@ -112,6 +117,32 @@ def _end(learner: Learner) -> Report:
         "steps": learner.steps_taken,
         "nonfinite": dict(learner.trainer.nonfinite),
     }
+
+
+class Recorded:
+    """The same episodes every iteration, for the first process only."""
+
+    def __init__(self, logs: Path, rank: int, *, broken: bool) -> None:
+        self.logs, self.rank, self.broken, self.signal = logs, rank, broken, True
+
+    def collect(self, iteration: int, current: Mapping[str, int]) -> TrainingSet:
+        if self.rank > 0:
+            raise AssertionError("only the first process runs the app")
+        if self.broken:
+            raise ServerError("the server went away")
+        return read_training_set(LogReader(self.logs).episodes())
+
+    def lines(self) -> list[str]:
+        return ["collected"]
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        raise AssertionError("nothing is resumed here")
 
 
 # -- what goes wrong on purpose ------------------------------------------------------------------
@@ -274,12 +305,23 @@ def scenarios(hall: Hall) -> dict[str, list[Report]]:
             full_disk()
         return run(hall, "no-room", half | {"num_train_epochs": 0.1})
 
-    hall.registry("sick")
-    hall.registry("no-room")
+    def online(rank: int) -> Report:
+        source = Recorded(hall.root / "logs", rank, broken=False)
+        registry = hall.registry("online")
+        swap = Online(source, lambda a, v: registry.promote(a, v, by="test", evidence={}))
+        return watched("online", half | ONLINE, rank, online=swap)
+
+    def broken(rank: int) -> Report:
+        source = Recorded(hall.root / "logs", rank, broken=True)
+        return run(hall, "errors", half | ONLINE, online=Online(source, lambda a, v: None))
+
+    for name in ("sick", "no-room", "online", "errors"):
+        hall.registry(name)
+    both("online", online)
+    both("broken", broken)
     both("sick", sick)
     both("no-room", no_room)
     shifted, flat = hall.logs("shifted", shift=-0.4), hall.logs("flat", reward=_always_one)
-    hall.registry("errors")
     both("replay", lambda rank: run(hall, "errors", half, logs=shifted))
     both("flat", lambda rank: run(hall, "errors", half, logs=flat))
     arguments = [str(hall.root / "logs"), "--model", str(hall.model), "--set"]

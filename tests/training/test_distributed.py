@@ -121,12 +121,24 @@ def test_a_loss_that_is_none_in_one_process_drops_the_step_in_all(
     assert len(json.loads(dump.read_text())["turns"]) == 4, "all processes' turns, written once"
 
 
+def test_online_one_process_runs_the_app_publishes_and_swaps(hall: Path, reports: Reports) -> None:
+    first, second = reports["online"]
+    assert first["error"] is None and second["error"] is None
+    assert first["checksums"] == second["checksums"]
+    assert first["steps"] == second["steps"] == 2 * 2 * 3
+    assert first["said"].count("collected") == 2 and second["said"] == []
+    registry = Registry(hall / "online" / "adapters")
+    for agent in AGENTS:
+        assert registry.versions(agent) == [1, 2, 3, 4] and registry.current(agent) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [
         ("replay", "ReplayError: agent 'router', recorded under router@v1"),
         ("flat", "NothingToLearn: no signal"),
         ("no-room", "RegistryError: cannot publish 'router'"),
+        ("broken", "ServerError: the server went away"),
     ],
 )
 def test_an_error_of_the_first_process_ends_every_one(
