@@ -111,6 +111,7 @@ class Learner:
                 recorded log-probabilities allow a ratio.
         """
         config = self.config
+        trained = _with_ratio(data, by_adapter) if objective == "ppo" else by_adapter
         self.session.try_sharing([data.rows[i] for rows in by_adapter.values() for i in rows])
         report = UpdateReport(iteration, objective)
         mean_reward = math.fsum(e.total_reward for e in data.episodes) / len(data.episodes)
@@ -119,10 +120,10 @@ class Learner:
             credits = reward_credits(data, by_adapter)
         else:
             values = self._values(data, iteration, report)
-            credits = assign_credit(data, by_adapter, values, config)
+            credits = assign_credit(data, trained, values, config)
         if objective == "awr":
             add_awr_weights(credits, by_adapter, config)
-        kept = [a for a in by_adapter if a not in credits.flat]
+        kept = [a for a in trained if a not in credits.flat]
         schedule = schedule_of(config, objective)
         order = update_order(
             depth_in_team(data, roles, kept),
@@ -134,8 +135,6 @@ class Learner:
         batch = make_batch(
             data, by_adapter, credits, objective=objective, iteration=iteration, order=order
         )
-        if not batch.rows:
-            raise NothingToLearn(_no_ratio(data, by_adapter))
         present = {row.adapter for row in batch.rows}
         batch.order = [
             group for group in ([a for a in g if a in present] for g in batch.order) if group
@@ -143,7 +142,9 @@ class Learner:
         report.rows = {a: len(batch.rows_of(a)) for a in batch.adapters}
         report.seen = {a: _seen(data, by_adapter[a]) for a in batch.adapters}
         if objective == "ppo":
-            report.left_out = {a: _left_out(data, by_adapter[a]) for a in kept}
+            report.left_out = {
+                a: _left_out(data, rows) for a, rows in by_adapter.items() if a not in credits.flat
+            }
         return Work(batch, credits, report, mean_reward)
 
     def _values(self, data: TrainingSet, iteration: int, report: UpdateReport) -> Any:
@@ -359,6 +360,22 @@ def _count(row: TrainRow, config: MarftConfig) -> float:
     """n_k of the action's ratio."""
     sizes = {"token": len(row.token_ids), "word": row.words, "sum": 1}
     return float(sizes[config.action_norm])
+
+
+def _with_ratio(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """The rows that a policy gradient trains on; the others have no say in its baseline either.
+
+    Raises:
+        NothingToLearn: when there are none.
+    """
+    allowed = {
+        adapter: [i for i in rows if data.rows[i].off_policy is None]
+        for adapter, rows in by_adapter.items()
+    }
+    found = {adapter: rows for adapter, rows in allowed.items() if rows}
+    if not found:
+        raise NothingToLearn(_no_ratio(data, by_adapter))
+    return found
 
 
 def _left_out(data: TrainingSet, rows: Sequence[int]) -> dict[str, int]:

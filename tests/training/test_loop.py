@@ -14,8 +14,9 @@ import torch
 
 from marft_agents.credit import compound_factors
 from marft_agents.training.batch import TrainRow
+from marft_agents.training.critic import EpisodeValues
 from marft_agents.training.dataset import EpisodeView, TrainingSet, TurnRow
-from marft_agents.training.loop import Learner
+from marft_agents.training.loop import Learner, rows_by_adapter
 from marft_agents.training.work import UpdateReport, Work
 from tests.training.learning import (
     AGENTS,
@@ -347,3 +348,21 @@ def test_case_16_a_group_without_spread_has_no_share_in_the_loss(
         ends.append(states(learner))
     assert all(same(ends[0][a], ends[1][a]) for a in AGENTS)
     assert not torch.equal(*(next(iter(ends[0][a].values())) for a in AGENTS))
+
+
+def test_turns_without_a_ratio_have_no_say_in_the_baseline(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two good and two bad episodes are trained: mean 1/2, deviation 1/2, whatever is beside."""
+    learner = make_learner(model_dir, tmp_path)
+    data = episodes(learner, [0, 1, 0, 1, 1, 1, 1, 1])
+    data.rows = [replace(r, off_policy="greedy" if r.episode > 3 else None) for r in data.rows]
+    values = [EpisodeValues([0.0, 0.0], 0.0) for _ in data.episodes]
+    monkeypatch.setattr(learner, "_values", lambda *_: values)  # pyright: ignore[reportUnknownLambdaType] a stand-in
+    roles = {agent: agent for agent in AGENTS}
+    by_adapter = rows_by_adapter(data, roles, AGENTS)
+    work = learner.prepare(data, by_adapter, roles, objective="ppo", iteration=0)
+    for adapter in AGENTS:
+        found = [work.batch.rows[i].advantage for i in work.batch.rows_of(adapter)]
+        assert found == pytest.approx([-1, 1, -1, 1], abs=1e-6)
+        assert work.report.left_out[adapter] == {"greedy": 4}
