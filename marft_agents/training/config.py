@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from marft_agents.credit import NORMALISATIONS
@@ -38,6 +38,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_mode": SAMPLING_CORRECTIONS,
     "critic": CRITICS,
 }
+_INFINITE_IS_OFF = frozenset({
+    "epsilon", "epsilon_high", "importance_sampling_clip_max", "replay_tolerance", "target_kl",
+    "value_limit",
+})  # fmt: skip
+"""Limits that an infinite value switches off; everywhere else it would be a mistake."""
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -211,8 +216,16 @@ class MarftConfig(BaseConfig):
             "max_resample", "max_staleness", "max_guard_trips", "entropy_floor",
         ):  # fmt: skip
             self._must(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("learning_rate", "num_train_epochs", "weight_decay", "critic_learning_rate"):
-            self._must(name, math.isfinite(getattr(self, name)), "a finite number")
+        for known in fields(self):
+            value = getattr(self, known.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                off = known.name in _INFINITE_IS_OFF and value > 0
+                self._must(known.name, off, "a finite number")
+        for name in ("max_grad_norm", "critic_weight_decay"):
+            self._must(name, getattr(self, name) >= 0, "0 or more")
+        self._must("awr_weight_max", self.awr_weight_max <= 1e9, "at most 1e9")
+        limit = self.save_total_limit
+        self._must("save_total_limit", limit is None or limit > 0, "above 0, or left out")
         self._must("seed", 0 <= self.seed < 2**32, "between 0 and 4294967295")
         self._must("critic_folds", self.critic_folds >= 2, "2 or more")
         self._must("pack_tokens", self.pack_tokens >= 16, "16 or more")
@@ -223,8 +236,10 @@ class MarftConfig(BaseConfig):
         for name in ("epsilon_high", "importance_sampling_clip_min", "critic_value_clip"):
             value = getattr(self, name)
             self._must(name, value is None or value > 0, "above 0, or left out")
+        least, most = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        what = f"at most importance_sampling_clip_max ({most:g})"
+        self._must("importance_sampling_clip_min", least is None or least <= most, what)
         self._must("lora_target_modules", bool(self.lora_target_modules), "at least one module")
-
         self._check_adapters()
 
     def _check_adapters(self) -> None:
@@ -242,7 +257,7 @@ class MarftConfig(BaseConfig):
                 if name == "lora_target_modules":
                     good = isinstance(value, list) and bool(value)
                 else:
-                    good = isinstance(value, int | float) and value > 0
+                    good = isinstance(value, int | float) and 0 < value < math.inf
                 if not good or isinstance(value, bool):
                     raise ConfigError(f"adapters: {adapter}: {name} is {value!r}")
 

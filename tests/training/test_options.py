@@ -65,6 +65,19 @@ def test_settings_of_one_adapter_are_read_like_those_of_all() -> None:
         ({"learning_rate": "inf"}, "learning_rate is inf; it must be a finite number"),
         ({"num_train_epochs": "inf"}, "num_train_epochs is inf; it must be a finite number"),
         ({"seed": -1}, "seed is -1; it must be between 0"),
+        ({"awr_weight_max": "inf"}, "awr_weight_max is inf; it must be a finite number"),
+        ({"awr_weight_max": 1e300}, "awr_weight_max is 1e\\+300; it must be at most"),
+        ({"sft_threshold": "nan"}, "sft_threshold is nan; it must be a finite number"),
+        ({"max_grad_norm": "nan"}, "max_grad_norm is nan; it must be a finite number"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1.0; it must be 0 or more"),
+        ({"critic_weight_decay": "nan"}, "critic_weight_decay is nan; it must be a finite number"),
+        ({"critic_weight_decay": -5}, "critic_weight_decay is -5.0; it must be 0 or more"),
+        ({"online_learning_rate": "inf"}, "online_learning_rate is inf; it must be a finite"),
+        ({"beta": "inf"}, "beta is inf; it must be a finite number"),
+        ({"save_total_limit": -1}, "save_total_limit is -1; it must be above 0"),
+        ({"save_total_limit": 0}, "save_total_limit is 0; it must be above 0"),
+        ({"importance_sampling_clip_min": 3}, "at most importance_sampling_clip_max"),
+        ({"adapters": {"a": {"learning_rate": "inf"}}}, "adapters: a: learning_rate is inf"),
         ({"seed": 2**32}, "it must be between 0 and 4294967295"),
         (
             {"adapters": {"a": {"lora_rank": "x"}}},
@@ -99,6 +112,10 @@ def test_a_setting_without_effect_is_refused_from_python_too(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(values))} is not set here.*{message}"):
         MarftConfig(use_cpu=True, **values)
+
+
+def test_an_infinite_limit_is_none() -> None:
+    assert build(target_kl="inf", epsilon="inf").target_kl == float("inf")
 
 
 def test_a_configuration_can_be_made_from_another() -> None:
