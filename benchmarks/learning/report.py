@@ -25,8 +25,8 @@ from benchmarks.records import Record
 from benchmarks.stats import difference_of, mean_of
 
 _HEAD = (
-    "method", "success after training", f"points against {BY_NAME[REFERENCE].label}", "collapses",
-    "episodes to 90 % of the best (median, seeds that got there)", "optimizer steps",
+    "method", "success after training", f"against {BY_NAME[REFERENCE].label}, points",
+    "the same while learning", "collapses", "episodes to 90 % of the best", "optimizer steps",
 )  # fmt: skip
 
 
@@ -70,7 +70,10 @@ def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path)
     return [
         *out,
         "",
-        "A collapse is a seed that ends below its untrained team. Fewer steps than the others mean"
+        "Means with 95 % intervals over seeds; differences are taken seed by seed. *While learning*"
+        " compares the mean of all measurements of a run: who learns sooner. *Episodes* is the"
+        " median over the seeds that got there. A collapse is a seed that ends below its untrained"
+        " team. Fewer steps than the others mean"
         " that turns were left out because they say nothing: groups of episodes that all earned"
         " the same, or an agent whose advantages do not differ.",
     ]

@@ -6,7 +6,7 @@ methods differ when the interval of their seed-by-seed difference leaves out zer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.chart import Line, Panel
@@ -57,19 +57,23 @@ class Row:
     collapses: int
     reached: list[int | None]
     difference: Mean | None
+    """Of final success, to the reference."""
+    sooner: Mean | None
+    """Of the mean success over all measurements, to the reference."""
     steps: Mean
 
     def cells(self) -> list[str]:
         there = [at for at in self.reached if at is not None]
         n = len(self.reached)
         speed = f"{median(there):.0f}, {len(there)} of {n}" if there else f"never, 0 of {n}"
-        against = "-"
-        if self.difference is not None:
-            against = f"{points(self.difference)}: {verdict(self.difference)}"
+        against = [
+            "-" if d is None else f"{points(d)}: {verdict(d)}"
+            for d in (self.difference, self.sooner)
+        ]
         return [
             self.label,
             percent(self.final),
-            against,
+            *against,
             f"{self.collapses} of {self.final.n}",
             speed,
             f"{self.steps.mean:.0f}",
@@ -91,18 +95,21 @@ def rows(records: Sequence[Record], size: str) -> list[Row]:
                 mean_of(finals[method.name]),
                 sum(r["final"] < r["untrained"] for r in runs),
                 [first_reach(r["episodes"], r["success"], _SHARE * best) for r in runs],
-                _against(records, size, method.name),
+                _against(records, size, method.name, lambda r: r["final"]),
+                _against(records, size, method.name, lambda r: mean_of(r["success"]).mean),
                 mean_of([r["optimizer_steps"] for r in runs]),
             )
         )
     return out
 
 
-def _against(records: Sequence[Record], size: str, method: str) -> Mean | None:
-    """Final success minus the reference's, over the seeds that both have."""
-    those = {r["seed"]: r["final"] for r in of(records, size, REFERENCE)}
+def _against(
+    records: Sequence[Record], size: str, method: str, measure: Callable[[Record], float]
+) -> Mean | None:
+    """A measure minus the reference's, over the seeds that both have."""
+    those = {r["seed"]: measure(r) for r in of(records, size, REFERENCE)}
     pairs = [
-        (r["final"], those[r["seed"]]) for r in of(records, size, method) if r["seed"] in those
+        (measure(r), those[r["seed"]]) for r in of(records, size, method) if r["seed"] in those
     ]
     if method == REFERENCE or not pairs:
         return None

@@ -58,14 +58,15 @@ def test_a_method_is_called_worse_where_the_interval_says_so() -> None:
     table = {row.label: row.cells() for row in rows(runs(), "duo")}
     assert table["IPPO"][2] == "-20 (-20 to -20): worse"
     assert table["single-agent PPO"][2].endswith("no difference shown")
-    assert table["MARFT-A"][2] == "-"
+    assert table["IPPO"][3] == "-10 (-10 to -10): worse"
+    assert table["MARFT-A"][2:4] == ["-", "-"]
 
 
 def test_collapses_and_the_way_to_the_mark_are_counted() -> None:
     table = {row.label: row.cells() for row in rows(runs(), "duo")}
-    assert table["single-agent PPO"][3] == "1 of 3"
-    assert table["MARFT-A"][4] == "20, 3 of 3"
-    assert table["IPPO"][4] == "never, 0 of 3"
+    assert table["single-agent PPO"][4] == "1 of 3"
+    assert table["MARFT-A"][5] == "20, 3 of 3"
+    assert table["IPPO"][5] == "never, 0 of 3"
 
 
 def test_the_chapter_names_what_was_run(tmp_path: Path) -> None:
