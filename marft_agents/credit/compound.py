@@ -6,6 +6,10 @@ P_k are the actions that k read directly (D = 1), of its own environment step, w
 updated already. Without them M_k is 1. When agents are updated one after another on one batch, the
 later ones were recorded beside the earlier ones' old policies; M_k weighs their actions as the new
 policies would have met them.
+
+The ratio of an action is that of the update (rho_k of ``action_norm``: per token by default, so
+that long replies do not all end at the bound). A turn that is in no update (not sampled by a
+softmax, too old) counts as 1, for it has no ratio.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Collection, Iterator
 
 from marft_agents.training.config import MarftConfig
 
@@ -47,11 +48,42 @@ def method_lines(config: MarftConfig, *, logs: bool, online: bool) -> Iterator[s
             f" {OBJECTIVES['ppo']}"
         )
     yield f"method: {estimator_name(config)}; {', then '.join(stages)}"
-    gradient = online or (logs and config.offline == "ppo")
-    if gradient:
+    methods = {"ppo"} if online else set[str]()
+    methods |= {config.offline} if logs else set[str]()
+    if "ppo" in methods:
         yield f"updates: {_updates(config)}"
-    elif config.beta:
-        yield f"note: beta {config.beta:g} has no effect on {OBJECTIVES[config.offline]}"
+    idle = idle_settings(config, methods)
+    if idle:
+        yield f"note: {', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect in this run"
+
+
+_OF_METHOD = {
+    "awr": ("awr_temperature", "awr_weight_max", "awr_skip_share"),
+    "sft": ("sft_threshold",),
+    "ppo": (
+        "action_norm", "compound_clip", "epsilon", "epsilon_high", "entropy_coef", "beta",
+        "kl_reference", "importance_sampling_mode", "importance_sampling_clip_max",
+        "importance_sampling_clip_min", "target_kl", "entropy_floor", "order",
+    ),
+}  # fmt: skip
+"""Settings that one method alone reads."""
+
+
+def idle_settings(config: MarftConfig, methods: Collection[str]) -> list[str]:
+    """Changed settings that nothing in a run by these methods reads."""
+    idle = {n for method, names in _OF_METHOD.items() if method not in methods for n in names}
+    if not {"kto", "dpo"} & set(methods):
+        idle.add("preference_beta")
+    if config.level == "action":
+        idle |= {"gamma_w", "lam_w"}
+    if config.estimator == "group" or set(methods) == {"sft"}:
+        idle |= {f.name for f in dataclasses.fields(config) if f.name.startswith("critic")}
+    defaults = {
+        f.name: f.default
+        for f in dataclasses.fields(config)
+        if f.default is not dataclasses.MISSING
+    }
+    return sorted(n for n in idle if getattr(config, n) != defaults.get(n))
 
 
 def _updates(config: MarftConfig) -> str:

@@ -21,6 +21,7 @@ from marft_agents.errors import ConfigError
 
 _HUB = "nothing; publish an adapter folder with the hub's own tools"
 _COMPARE = "nothing; compare the served versions on held-out tasks instead"
+_NO_DATA = "nothing; turns are dealt out in packs, without columns or workers"
 _LAUNCH = "torchrun: every process holds the base model, and the turns are dealt out to them"
 CHOICES: dict[str, tuple[str, ...]] = {
     "offline": ("awr", "ppo", "sft", "kto", "dpo", "none"),
@@ -48,6 +49,17 @@ MANAGED = {
     "use_liger_kernel": "nothing; turns are scored in packs of their own",
     "optim_target_modules": "lora_target_modules",
     "data_seed": "seed",
+    "label_names": _NO_DATA,
+    "length_column_name": _NO_DATA,
+    "dataloader_num_workers": _NO_DATA,
+    "dataloader_drop_last": _NO_DATA,
+    "ignore_data_skip": "--resume, which always goes on at the step it stopped at",
+    "save_only_model": "--resume, which needs everything that a checkpoint holds",
+    "eval_steps": _COMPARE,
+    "metric_for_best_model": _COMPARE,
+    "hub_token": _HUB,
+    "hub_private_repo": _HUB,
+    "liger_kernel_config": "nothing; turns are scored in packs of their own",
     "deepspeed": _LAUNCH,
     "fsdp": _LAUNCH,
     "parallelism_config": _LAUNCH,

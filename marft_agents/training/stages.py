@@ -161,7 +161,9 @@ class Stages:
             return "no signal: its turns do not differ"
         if work.batch.objective != "ppo":
             return "none of its turns was picked"
-        if self.config.schedule == "alternate":
+        rows = () if self.plan is None else self.plan.data.rows
+        ratio = any(r.off_policy is None for r in rows if self.roles.get(r.agent) == adapter)
+        if self.config.schedule == "alternate" and ratio:
             return "it was not its turn (schedule: alternate)"
         return "none of its turns allows a ratio with the policy that sampled it"
 
@@ -198,9 +200,9 @@ class Stages:
         """
         session = self.learner.session
         data, signal, self._round_facts = session.on_main(lambda: self._fresh(online, iteration))
+        self._add_roles(data)
         why = "no signal in the rewards"
         if signal:
-            self._add_roles(data)
             by_adapter = rows_by_adapter(data, self.roles, session.adapters)
             try:
                 if not by_adapter:

@@ -59,7 +59,12 @@ def test_estimators_have_names(values: dict[str, Any], name: str) -> None:
     [
         ({}, (True, False), ["method: MARFT-A (action level); advantage-weighted regression on"
                              " the logs"]),
-        ({"beta": 0.1}, (True, False), ["method: MARFT-A", "note: beta 0.1 has no effect on adv"]),
+        (
+            {"critic_folds": 3, "estimator": "group", "offline": "ppo", "gamma_w": 0.9},
+            (True, False),
+            ["method: group", "updates: one", "note: critic_folds, gamma_w have no effect"],
+        ),
+        ({"beta": 0.1}, (True, False), ["method: MARFT-A", "note: beta has no effect in this run"]),
         ({"iterations": 3}, (True, True),
          ["method: MARFT-A (action level); advantage-weighted regression on the logs, then 3"
           " iterations online of 64 episodes by clipped policy gradient (PPO)",
