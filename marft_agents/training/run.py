@@ -317,10 +317,9 @@ def _run(
     learner.after_step = _checkpoints(stages)
     learner.run(stages.program())
     _finish(stages)
-    left = [Untouched(name, why) for name, why in stages.untouched.items()]
     return FinetuneResult(
         adapters=[stages.results[name] for name in sorted(stages.results)],
-        untouched=[*([] if plan is None else plan.untouched), *left],
+        untouched=_untouched(stages),
         explained_variance=stages.explained,
         seconds=time.monotonic() - started,
         tokens_scored=learner.trainer.tokens_scored,
@@ -329,6 +328,18 @@ def _run(
         swapped={} if stages.online is None else dict.fromkeys(stages.results, "yes"),
         metrics=learner.trainer.metrics,
     )
+
+
+def _untouched(stages: Stages) -> list[Untouched]:
+    """Whoever no update of the run has moved, with the reason."""
+    spoke = set(stages.roles.values())
+    why = {
+        adapter: "no iteration taught it anything" if adapter in spoke else "0 samples"
+        for adapter in stages.learner.session.adapters
+    }
+    why |= {u.name: u.why for u in ([] if stages.plan is None else stages.plan.untouched)}
+    why |= stages.untouched
+    return [Untouched(name, why[name]) for name in why if name not in stages.results]
 
 
 def _checkpoints(stages: Stages) -> Callable[[], None]:
