@@ -241,14 +241,3 @@ def _select_dpo(
                 f"{len(rows)} turns over {len(replies)} prompts, {several} of them with different"
                 " replies, none of different advantage"
             )
-
-
-def idle_adapters(
-    method: str, adapters: Mapping[str, Sequence[MethodRow]], config: MarftConfig
-) -> dict[str, str]:
-    """Adapters that the method would leave as they are, and why.
-
-    Raises:
-        NothingToLearn: when that is all of them.
-    """
-    return select(method, adapters, config).idle

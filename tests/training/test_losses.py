@@ -17,17 +17,18 @@ from torch import Tensor
 
 from marft_agents.credit import action_gae, compound_factors
 from marft_agents.errors import TrainingError
+from marft_agents.training.batch import Batch, TrainRow
 from marft_agents.training.losses import (
     action_log_ratio,
-    awr_loss,
     clip_fractions,
     clipped_surrogate,
     importance_weights,
     kl_to_reference,
     placeholder_rows,
 )
+from marft_agents.training.objective import Scale, awr_pack
 from marft_agents.training.packing import pack_turns
-from marft_agents.training.scoring import score
+from marft_agents.training.scoring import Scores, score
 
 CASES = Path(__file__).parents[1] / "cases"
 ROW_T = torch.tensor([0, 0, 0, 1])
@@ -44,8 +45,28 @@ def logs(*values: float) -> Tensor:
 # -- advantage-weighted regression and ratios --------------------------------------------------
 
 
-def test_awr_loss_is_the_weighted_mean_over_a_full_batch() -> None:
-    assert awr_loss(t(-1, -2), t(0.5, 2), 4).item() == pytest.approx((0.5 + 4) / 4)
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [(([0.5], [2.0]), (0.5 * 2 + 2 * 4) / 4), (([0.5, 1.0, 0.0], [2.0]), (2.5 / 3 + 2 * 4) / 4)],
+    ids=["action", "token"],
+)
+def test_regression_is_the_weighted_mean_over_a_full_block(
+    weights: tuple[list[float], list[float]], expected: float
+) -> None:
+    """Two rows of a block of four: log-probabilities -1, -2, -3 and -4."""
+    rows = [
+        TrainRow("a", str(b), [1], [5] * n, [-1.0] * n, 1.0, n, [0.0], weights[b], b, 0)
+        for b, n in enumerate((3, 1))
+    ]
+    batch = Batch("awr", 0, rows, [["a"]], {}, {})
+    logp_T = t(-1, -2, -3, -4).requires_grad_()
+    pack = awr_pack(batch, [0, 1], Scores(logp_T, ROW_T, None), Scale(4, 2.0))
+    pack.loss.backward()
+    assert pack.loss.item() == pytest.approx(expected)
+    first = weights[0] * 3 if len(weights[0]) == 1 else weights[0]
+    assert logp_T.grad is not None
+    assert logp_T.grad.tolist() == pytest.approx([*(-w / 3 / 4 for w in first), -2 / 4])
+    assert pack.sums["logp"] == (-6.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from marft_agents.training.preferences import (
     PAIRS_PER_PROMPT,
     MethodRow,
     Preference,
-    idle_adapters,
     imitated,
     labelled,
     method_rows,
@@ -131,7 +130,7 @@ def test_dpo_without_a_pair_says_what_to_record() -> None:
 
 def test_an_adapter_with_nothing_does_not_stop_the_others() -> None:
     adapters = {"router": [row(1, 0.5), row(2, -0.5)], "writer": [row(1, 0.5)]}
-    assert list(idle_adapters("dpo", adapters, config())) == ["writer"]
+    assert list(select("dpo", adapters, config()).idle) == ["writer"]
     assert select("dpo", adapters, config()).adapters == ["router"]
 
 

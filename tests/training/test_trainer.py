@@ -14,7 +14,6 @@ import torch
 from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.training import trainer as trainer_module
 from marft_agents.training.batch import TrainRow
-from marft_agents.training.losses import awr_loss
 from marft_agents.training.objective import PackLoss
 from marft_agents.training.trainer import MarftTrainer
 from tests.training.learning import (
@@ -299,11 +298,6 @@ def test_gradient_checkpointing_learns_the_same(model_dir: Path, tmp_path: Path)
     for adapter in AGENTS:
         for name, tensor in ends[0][adapter].items():
             assert torch.allclose(tensor, ends[1][adapter][name], atol=2e-4)
-
-
-def test_the_loss_is_the_weighted_mean_over_a_full_batch() -> None:
-    logp, weight = torch.tensor([-1.0, -2.0]), torch.tensor([0.5, 2.0])
-    assert awr_loss(logp, weight, 4).item() == pytest.approx((0.5 + 4.0) / 4)
 
 
 def test_settings_of_the_run_are_not_changed_by_the_loop(model_dir: Path, tmp_path: Path) -> None:
