@@ -1,7 +1,7 @@
 """What all variants have in common, and how they are timed.
 
 Invariant: every variant sees the same prompts and replies, takes one step per agent, with the same
-rank and the same Adam, in float32 on the CPU. A first update that is not timed warms it up. Timed
+rank and the same Adam, in float32 on the CPU. A step that is not timed warms it up. Timed
 are the whole update (values, old log-probabilities, steps) and, beside it, the steps alone.
 """
 

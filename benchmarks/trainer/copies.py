@@ -104,12 +104,12 @@ def _step(agent: _Agent, turns: Sequence[Turn], advantages: Sequence[float], pad
 
 
 def run(model_dir: Path, agents: int, scratch: Path) -> Timed:
-    """Two updates; the second one is timed."""
+    """One agent's step to warm up, then an update of all of them."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     team = {name: _agent(model_dir) for name in agent_names(agents)}
     critic, timed = _Critic(model_dir), list[Timed]()
-    for update in range(2):
-        episodes = make_episodes(tokenizer, agents, f"u{update}-")
+    for update, count in enumerate((1, agents)):
+        episodes = make_episodes(tokenizer, count, f"u{update}-")
         started = now()
         advantage: dict[str, float] = {}
         for episode in episodes:
@@ -119,8 +119,8 @@ def run(model_dir: Path, agents: int, scratch: Path) -> Timed:
             ids = [turn.turn_id for turn in episode.turns]
             advantage |= dict(zip(ids, credit.advantage_K, strict=True))
         in_steps = now()
-        for name, agent in team.items():
-            turns = turns_of(episodes, name)
+        for name in agent_names(count):
+            agent, turns = team[name], turns_of(episodes, name)
             scaled = normalise([advantage[t.turn_id] for t in turns], [name] * len(turns), "agent")
             _step(agent, turns, scaled, tokenizer.pad_token_id or 0)
         ended = now()

@@ -56,21 +56,20 @@ class _Recorded(GRPOTrainer):
 
 
 class _Laps(TrainerCallback):
-    """When the first update ended and the second one did."""
+    """When each step ended, and the time inside steps until then."""
 
-    def __init__(self, steps: int, clock: Clock) -> None:
-        self._steps, self._clock = steps, clock
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.at: list[float] = []
         self.in_steps: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._steps == 0:
-            self.at.append(now())
-            self.in_steps.append(self._clock.seconds)
+        self.at.append(now())
+        self.in_steps.append(self._clock.seconds)
 
 
 def run(model_dir: Path, agents: int, scratch: Path) -> Timed:
-    """Two updates of ``agents`` steps each; the second one is timed."""
+    """A step to warm up, then ``agents`` steps that are timed."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
     base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM")
@@ -85,7 +84,7 @@ def run(model_dir: Path, agents: int, scratch: Path) -> Timed:
         per_device_train_batch_size=ROWS,
         steps_per_generation=agents,
         num_generations=2,
-        max_steps=2 * agents,
+        max_steps=agents + 1,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -105,11 +104,14 @@ def run(model_dir: Path, agents: int, scratch: Path) -> Timed:
     trainer.turns, trainer.pad = turns, tokenizer.pad_token_id or 0
     clock = Clock()
     trainer.training_step = clock.around(trainer.training_step)
-    laps = _Laps(agents, clock)
+    laps = _Laps(clock)
     trainer.add_callback(laps)
     trainer.train()
-    first, second = laps.at
-    return Timed(token_count(episodes), second - first, laps.in_steps[1] - laps.in_steps[0])
+    return Timed(
+        token_count(episodes),
+        laps.at[-1] - laps.at[0],
+        laps.in_steps[-1] - laps.in_steps[0],
+    )
 
 
 def _no_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:

@@ -29,7 +29,7 @@ _WORDS = (
     "and", "a", "customer", "asks", "for", "refund", "please", "check", "invoice", "then", "answer",
     "in", "one", "short", "line", "with", "plan", "name", "who", "does", "what", "next",
 )  # fmt: skip
-_SYSTEM, _ASKED, _REPLY, _MORE = 36, 36, 20, 24
+_SYSTEM, _ASKED, _REPLY, _MORE = 24, 24, 14, 16
 """Words of each part of a chat."""
 
 

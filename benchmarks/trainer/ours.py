@@ -47,8 +47,8 @@ def run(model_dir: Path, agents: int, scratch: Path, objective: str) -> Timed:
     learner.trainer.training_step = clock.around(learner.trainer.training_step)
 
     def program() -> Generator[Any, None, None]:
-        for update in range(2):
-            episodes = make_episodes(session.tokenizer, agents, f"u{update}-")
+        for update, team in enumerate((1, agents)):  # one agent's step warms up
+            episodes = make_episodes(session.tokenizer, team, f"u{update}-")
             started, before = now(), clock.seconds
             yield from learner.update(
                 read_training_set(episodes), roles, objective=objective, iteration=update
