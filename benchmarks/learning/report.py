@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.chart import Line, Panel, draw
@@ -11,6 +11,7 @@ from benchmarks.learning.methods import BY_NAME, COMMON, METHODS
 from benchmarks.learning.relay import TEAM_SIZES
 from benchmarks.learning.summary import (
     REFERENCE,
+    Row,
     curve,
     markdown_table,
     of,
@@ -22,7 +23,7 @@ from benchmarks.learning.summary import (
     verdict,
 )
 from benchmarks.records import Record
-from benchmarks.stats import difference_of, mean_of
+from benchmarks.stats import Mean, difference_of, mean_of
 
 _HEAD = (
     "method", "success after training", f"against {BY_NAME[REFERENCE].label}, points",
@@ -43,6 +44,8 @@ def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path)
         *_task_text(),
         "",
         *_methods_text(),
+        "",
+        *_in_short(records),
         "",
         f"Every run: {plan['iterations']} iterations of {plan['episodes']} episodes ({total} in"
         f" all), {plan['group_size']} episodes of each task, {plan['epochs']} passes in steps of"
@@ -70,7 +73,8 @@ def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path)
     return [
         *out,
         "",
-        "Means with 95 % intervals over seeds; differences are taken seed by seed. *While learning*"
+        "Means with 95 % intervals over seeds; differences are taken seed by seed,"
+        " and intervals are not widened for the number of comparisons. *While learning*"
         " compares the mean of all measurements of a run: who learns sooner. *Episodes* is the"
         " median over the seeds that got there. A collapse is a seed that ends below its untrained"
         " team. Fewer steps than the others mean"
@@ -109,33 +113,121 @@ def _methods_text() -> list[str]:
     ]
 
 
+def _in_short(records: Sequence[Record]) -> list[str]:
+    """Per team size: who ends, and who learns, better or worse than the reference."""
+    reference = BY_NAME[REFERENCE].label
+    out = [f"In short, against {reference} (details in the tables):", ""]
+    for size in sizes_of(records):
+        table = rows(records, size)
+        said = [
+            *_group(table, "better", lambda row: row.difference, "ends better"),
+            *_group(table, "worse", lambda row: row.difference, "ends worse"),
+            *_group(table, "better", lambda row: row.sooner, "learns sooner"),
+            *_group(table, "worse", lambda row: row.sooner, "learns later"),
+        ]
+        out.append(f"- {size}: {'; '.join(said) or 'no difference shown'}.")
+    return [*out, *_reading(records)]
+
+
+def _group(
+    table: Sequence[Row], wanted: str, of_row: Callable[[Row], Mean | None], words: str
+) -> list[str]:
+    names = [row.label for row in table if (d := of_row(row)) is not None and verdict(d) == wanted]
+    return [f"{words}: {', '.join(names)}"] if names else []
+
+
+def _reading(records: Sequence[Record]) -> list[str]:
+    """Where the difference comes from, if the largest team shows it."""
+    largest = sizes_of(records)[-1]
+    names = ("ippo", "marft-a-95", "marft-a")
+    found = [of(records, largest, name) for name in names]
+    if not all(found):
+        return []
+    ippo, slow, fast = (mean_of([r["final"] for r in runs]).mean for runs in found)
+    if not ippo < slow < fast:
+        return []
+    return [
+        "",
+        f"With {TEAM_SIZES[largest]} agents the order of the means is {BY_NAME['ippo'].label},"
+        f" {BY_NAME['marft-a-95'].label}, {BY_NAME['marft-a'].label}. The smaller λ is, the more"
+        " of an early agent's credit is what the critic saw change behind it, and the less is the"
+        " verdict, in which the errors of all later agents are noise. In short relays there is"
+        " little of that noise, and little to gain.",
+    ]
+
+
 def _tuning_text(tuning: Sequence[Record]) -> list[str]:
-    chosen = ", ".join(f"{m.label} {m.learning_rate:g}" for m in METHODS)
-    out = [f"Step sizes: {chosen}."]
-    if tuning:
-        tried = sorted({r["learning_rate"] for r in tuning})
-        seeds = sorted({r["seed"] for r in tuning})
-        sizes = " and ".join(sizes_of(tuning))
-        out[0] += (
-            f" They are the best by mean success of {', '.join(f'{t:g}' for t in tried)} on"
-            f" {sizes} with the seeds {', '.join(map(str, seeds))}, which are not reported;"
-            " everything else was set on those seeds too, and is the same for all methods."
-        )
-    return out
+    """How step sizes were chosen: what was tried, and what was not."""
+    rates = sorted({m.learning_rate for m in METHODS})
+    if len(rates) == 1:
+        chosen = f"{rates[0]:g} for every method"
+    else:
+        chosen = ", ".join(f"{m.label} {m.learning_rate:g}" for m in METHODS)
+    if not tuning:
+        return ["", f"Step size: {chosen}."]
+    seeds = ", ".join(map(str, sorted({r["seed"] for r in tuning})))
+    best = tuned(tuning)
+    others = [
+        f"{m.label} ({best[m.name]:g})"
+        for m in METHODS
+        if m.name in best and best[m.name] != m.learning_rate
+    ]
+    judged = (
+        f"By mean success another one was ahead for {' and '.join(others)}."
+        if others
+        else "By mean success none of the others tried was ahead for any method."
+    )
+    return [
+        "",
+        f"Step size: {chosen}, chosen, like all other settings, on seeds that are not reported"
+        f" ({seeds}). {judged} What was tried (mean final success, runs in brackets; empty: not"
+        " tried):",
+        "",
+        *_tuning_table(tuning),
+    ]
+
+
+def _tuning_table(tuning: Sequence[Record]) -> list[str]:
+    rates = sorted({r["learning_rate"] for r in tuning})
+    columns = [(size, rate) for size in sizes_of(tuning) for rate in rates]
+    body: list[list[str]] = []
+    for method in METHODS:
+        if any(r["method"] == method.name for r in tuning):
+            cells = [_tried(tuning, method.name, *column) for column in columns]
+            body.append([method.label, *cells])
+    return markdown_table(["method", *(f"{size}, {rate:g}" for size, rate in columns)], body)
+
+
+def _tried(tuning: Sequence[Record], method: str, size: str, rate: float) -> str:
+    runs = [r["final"] for r in of(tuning, size, method) if r["learning_rate"] == rate]
+    return f"{mean_of(runs).mean:.0%} ({len(runs)})" if runs else ""
 
 
 def tuned(tuning: Sequence[Record]) -> dict[str, float]:
-    """The best step size of every method: the highest mean final success, sizes weighed alike."""
+    """The best step size of every method, over the sizes that all of its step sizes were tried on.
+
+    Sizes weigh alike. A method without such a size is left out.
+    """
     out: dict[str, float] = {}
     for name in dict.fromkeys(r["method"] for r in tuning):
-        means: dict[float, float] = {}
-        for rate in sorted({r["learning_rate"] for r in tuning if r["method"] == name}):
-            runs = [r for r in tuning if r["method"] == name and r["learning_rate"] == rate]
-            by_size = [
-                mean_of([r["final"] for r in runs if r["size"] == size]).mean
-                for size in dict.fromkeys(r["size"] for r in runs)
-            ]
-            means[rate] = mean_of(by_size).mean
+        runs = [r for r in tuning if r["method"] == name]
+        rates = sorted({r["learning_rate"] for r in runs})
+        sizes = [
+            size
+            for size in sizes_of(runs)
+            if {r["learning_rate"] for r in of(runs, size)} == set(rates)
+        ]
+        if len(rates) < 2 or not sizes:
+            continue
+        means = {
+            rate: mean_of(
+                [
+                    mean_of([r["final"] for r in of(runs, size) if r["learning_rate"] == rate]).mean
+                    for size in sizes
+                ]
+            ).mean
+            for rate in rates
+        }
         out[name] = max(means, key=lambda rate: means[rate])
     return out
 

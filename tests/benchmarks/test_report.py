@@ -73,17 +73,20 @@ def test_the_chapter_names_what_was_run(tmp_path: Path) -> None:
     text = "\n".join(learning(runs() + runs("trio"), [run("ippo", 100, 0.5)], tmp_path))
     assert "2 iterations of 10 episodes (20 in all)" in text
     assert "### duo: 2 agents" in text and "### trio: 3 agents" in text
-    assert "seeds 100, which are not reported" in text
+    assert "on seeds that are not reported (100)" in text
+    assert "- duo: ends worse: IPPO; learns later: IPPO." in text
     assert (tmp_path / "learning.svg").exists()
 
 
-def test_the_best_step_size_weighs_team_sizes_alike() -> None:
+def test_the_best_step_size_is_judged_where_all_were_tried_and_sizes_weigh_alike() -> None:
     tried = [
         run("ippo", 100, 0.9, learning_rate=1e-3),
         run("ippo", 101, 0.9, learning_rate=1e-3),
         run("ippo", 100, 0.1, "trio", learning_rate=1e-3),
         run("ippo", 100, 0.6, learning_rate=2e-3),
         run("ippo", 100, 0.6, "trio", learning_rate=2e-3),
+        run("ippo", 100, 1.0, "quad", learning_rate=1e-3),
+        run("group", 100, 1.0, "quad", learning_rate=1e-3),
     ]
     assert tuned(tried) == {"ippo": 2e-3}
 
