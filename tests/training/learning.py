@@ -142,7 +142,7 @@ def make_work(
         iteration,
         list(rows),
         [list(group) for group in order or [[a] for a in learner.session.adapters]],
-        dict(depends) if depends is not None else {e: read for e in numbers},
+        dict(depends) if depends is not None else dict.fromkeys(numbers, read),
         {e: [0] * last + [1] for e in numbers},
     )
     return Work(batch, None, UpdateReport(iteration, objective), mean_reward)
