@@ -34,7 +34,7 @@ from tests.tiny_model import make_tiny_model
 from tests.training.synthetic import Team, TinyModel, publish_trained, publish_untrained
 
 AGENTS = ("router", "writer")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 Report = dict[str, Any]
 COMMON: dict[str, Any] = {
     "use_cpu": True, "learning_rate": 1e-2, "adam_epsilon": 1e-2, "num_train_epochs": 2.0,
@@ -56,7 +56,7 @@ class Hall:
         self.root, self.model = root, make_tiny_model(root / "tiny")
         (root / "reports").mkdir()
         self.tiny = TinyModel(self.model)
-        Team(self.tiny, root / "logs").write(9, seed=2)
+        Team(self.tiny, root / "logs", chained=True).write(9, seed=2)
 
     def logs(self, name: str, **fields: Any) -> Path:
         """Logs of their own kind."""

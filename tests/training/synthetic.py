@@ -68,6 +68,8 @@ class Team:
     )
     shift: float = 0.0
     """Added to every recorded log-probability, to make a log that is not the model's."""
+    chained: bool = False
+    """Whether each turn has read the ones before it."""
 
     def turn(
         self, episode_id: str, agent: str, index: int, said: str, reply: str, **fields: Any
@@ -90,6 +92,7 @@ class Team:
             "adapter_start": self.adapters.get(agent),
             "adapter_end": self.adapters.get(agent),
             "response_id": f"{episode_id}-{index}",
+            "depends_on": [f"{episode_id}.{k}" for k in range(index if self.chained else 0)],
         }
         return Turn(
             episode_id=episode_id,

@@ -33,7 +33,7 @@ def reports(hall: Path) -> Reports:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -74,8 +74,9 @@ class World:
     def __init__(self, root: Path, model_dir: Path, tiny: TinyModel) -> None:
         self.root, self.model_dir = root, model_dir
         self.logs = root / "logs"
-        Team(tiny, self.logs).write(4, seed=2, task="one")
-        Team(tiny, self.logs).write(4, seed=5, prefix="f", task="two")
+        team = Team(tiny, self.logs, chained=True)
+        team.write(4, seed=2, task="one")
+        team.write(4, seed=5, prefix="f", task="two")
 
     def registry(self, name: str) -> Registry:
         root = self.root / name / "adapters"
@@ -191,6 +192,14 @@ def test_resumed_runs_end_as_uninterrupted_ones(kind: str, after: int, world: Wo
     assert f"{after} steps were taken before" in "\n".join(said)
     assert all(registry.versions(a) == [1, 2, 3] for a in AGENTS)
     assert_same(registry, world.whole(kind))
+
+
+def test_the_writer_is_compounded_with_the_router_in_these_runs(world: World) -> None:
+    """So that a resumed update would differ if the factors were lost."""
+    interrupt(world, "factors", config(CASES["ppo"]), after=6)
+    (*_, newest) = checkpoints(world.registry("factors").root / CHECKPOINTS)
+    factors = [factor for _, factor in read(newest).facts["work"]["batch"]["factor"]]
+    assert len(factors) == 8 and max(abs(factor - 1) for factor in factors) > 0.01
 
 
 def test_a_run_may_be_interrupted_again_and_after_its_last_checkpoint(world: World) -> None:
@@ -383,7 +392,7 @@ def test_runs_that_were_killed_at_random_moments_end_as_if_they_were_not(tmp_pat
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     tally = json.loads(done.stdout)

@@ -33,7 +33,7 @@ class Recorded:
         self.asked, self.signal = 0, True
         for i, folder in enumerate(self.logs):
             if i and not folder.exists():
-                Team(tiny, folder).write(8, seed=i + 4, prefix=f"i{i}-")
+                Team(tiny, folder, chained=True).write(8, seed=i + 4, prefix=f"i{i}-")
 
     def collect(self, iteration: int, current: Mapping[str, int]) -> TrainingSet:
         self.asked += 1
