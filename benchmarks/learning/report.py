@@ -12,12 +12,14 @@ from benchmarks.learning.relay import TEAM_SIZES
 from benchmarks.learning.summary import (
     REFERENCE,
     Row,
+    chosen,
     curve,
     markdown_table,
     of,
     panels,
     percent,
     points,
+    rates_of,
     rows,
     sizes_of,
     verdict,
@@ -31,8 +33,9 @@ _HEAD = (
 )  # fmt: skip
 
 
-def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path) -> list[str]:
-    """Methods side by side."""
+def learning(every: Sequence[Record], tuning: Sequence[Record], figures: Path) -> list[str]:
+    """Methods side by side, each with its own step size, and at every step size that was run."""
+    records = chosen(every)
     plan = records[0]["plan"]
     total = plan["iterations"] * plan["episodes"]
     figures.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,30 @@ def learning(records: Sequence[Record], tuning: Sequence[Record], figures: Path)
         " team. Fewer steps than the others mean"
         " that turns were left out because they say nothing: groups of episodes that all earned"
         " the same, or an agent whose advantages do not differ.",
+        *_by_rate(every),
+    ]
+
+
+def _by_rate(every: Sequence[Record]) -> list[str]:
+    """All runs on the reported seeds by step size: nothing that was run is left out."""
+    if len(rates_of(every)) < 2:
+        return []
+    body: list[list[str]] = []
+    for size in sizes_of(every):
+        for rate in rates_of(every):
+            runs = [r for r in every if r["learning_rate"] == rate]
+            body += [
+                [size, f"{rate:g}", *row.cells()[:5]]
+                for row in (rows(runs, size) if of(runs, size) else [])
+            ]
+    return [
+        "",
+        "### Every step size",
+        "",
+        "The same seeds at each step size that was run on them, so that no method's place hangs on"
+        " the choice of one. Differences are to the reference at the same step size.",
+        "",
+        *markdown_table(("team", "step size", *_HEAD[:5]), body),
     ]
 
 
@@ -242,6 +269,7 @@ def logs_first(records: Sequence[Record], scratch: Sequence[Record], figures: Pa
     label = BY_NAME[REFERENCE].label
     pictures: list[Panel] = []
     body: list[list[str]] = []
+    scratch = [r for r in scratch if r["learning_rate"] in rates_of(records)]
     for size in sizes_of(records):
         these, those = of(records, size, REFERENCE), of(scratch, size, REFERENCE)
         pictures.append(Panel(size, _two_lines(these, those, logged)))

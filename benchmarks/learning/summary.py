@@ -26,6 +26,16 @@ def of(records: Sequence[Record], size: str, method: str | None = None) -> list[
     return sorted(found, key=lambda r: r["seed"])
 
 
+def chosen(records: Sequence[Record]) -> list[Record]:
+    """The runs with each method's own step size."""
+    rates = {m.name: m.learning_rate for m in METHODS}
+    return [r for r in records if r["learning_rate"] == rates[r["method"]]]
+
+
+def rates_of(records: Sequence[Record]) -> list[float]:
+    return sorted({r["learning_rate"] for r in records})
+
+
 def sizes_of(records: Sequence[Record]) -> list[str]:
     return [size for size in TEAM_SIZES if of(records, size)]
 
