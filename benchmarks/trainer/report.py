@@ -37,7 +37,7 @@ def _memory(r: Record) -> float:
 def trainer(records: Sequence[Record], figures: Path) -> list[str]:
     """Throughput and peak memory by number of agents."""
     models = list(dict.fromkeys(r["model"] for r in records))
-    records = [r for r in records if r["model"] == models[-1]]
+    records = complete([r for r in records if r["model"] == models[-1]])
     figures.mkdir(parents=True, exist_ok=True)
     speed = [
         Panel("whole update", _lines(records, _whole)),
@@ -51,20 +51,22 @@ def trainer(records: Sequence[Record], figures: Path) -> list[str]:
         chart = draw(pictures, x_label="agents", y_label=label)
         (figures / f"{name}.svg").write_text(chart, encoding="utf-8")
     repeats = len({r["repeat"] for r in records})
+    times = "once" if repeats == 1 else f"{repeats} times"
     return [
         "## What does it cost?",
         "",
         f"One update of n agents on {models[-1]} (float32, one thread, rank {RANK}): {ROWS} turns"
         " and one optimizer step per agent, two rounds of a chat in two episodes, so that an"
         " agent's second prompt holds its first. Every measurement is a process of its own, the"
-        f" variants in turn, {repeats} times; seconds are of processor time, tokens are those of"
+        f" variants in turn, {times}; seconds are of processor time, tokens are those of"
         " prompts and replies, each counted once, peaks are resident memory above what the"
         " imported libraries take.",
         "",
         "- *This trainer*: one base, an adapter per agent, the critic, log-probabilities before"
         " and after, packed turns with shared prefixes.",
         "- *TRL's GRPO*: `GRPOTrainer` with the turns and advantages given, one adapter for all"
-        " agents; no values, no agents, nothing but steps.",
+        " agents; no values, no agents, nothing but steps"
+        " (compare it with our steps alone).",
         "- *A base per agent*: written for this comparison; a copy of the base per agent and one"
         " for the critic, a value pass per turn, padded batches.",
         "",
@@ -84,7 +86,36 @@ def trainer(records: Sequence[Record], figures: Path) -> list[str]:
             ("agents", "against", "whole update", "steps alone", "peak memory"),
             [row for n in _agents(records) for row in _ratios(records, n)],
         ),
+        *_slower(records),
     ]
+
+
+def _slower(records: Sequence[Record]) -> list[str]:
+    """Where the whole update is slower than another variant's."""
+    found = [
+        f"{LABELS[variant]} with {n} agents"
+        for variant in ("grpo", "copies")
+        for n in _agents(records)
+        if (pairs := _pairs(records, n, variant))
+        and mean_of([_whole(ours) / _whole(theirs) for ours, theirs in pairs]).mean < 1
+    ]
+    if not found:
+        return []
+    return [
+        "",
+        f"Slower over the whole update than: {'; '.join(found)}. What it does besides steps"
+        " (values, log-probabilities before and after each agent's update, measuring the effect)"
+        " is paid once an update, here for a single pass of one step per agent.",
+    ]
+
+
+def complete(records: Sequence[Record]) -> list[Record]:
+    """Repeats in which everything was measured, so that all means are over the same ones."""
+    counts: dict[int, int] = {}
+    for record in records:
+        counts[record["repeat"]] = counts.get(record["repeat"], 0) + 1
+    most = max(counts.values())
+    return [r for r in records if counts[r["repeat"]] == most]
 
 
 def _agents(records: Sequence[Record]) -> list[int]:
@@ -122,6 +153,13 @@ def _rows(records: Sequence[Record], agents: int) -> list[list[str]]:
             cells = [_spread([f(r) for r in runs]) for f in (_whole, _steps, _memory)]
             out.append([str(agents), LABELS[variant], *cells])
     return out
+
+
+def _pairs(records: Sequence[Record], agents: int, variant: str) -> list[tuple[Record, Record]]:
+    """Ours and the other's measurement of the same repeat."""
+    theirs = {r["repeat"]: r for r in _of(records, agents, variant)}
+    ours = _of(records, agents, _OURS)
+    return [(r, theirs[r["repeat"]]) for r in ours if r["repeat"] in theirs]
 
 
 def _ratios(records: Sequence[Record], agents: int) -> list[list[str]]:

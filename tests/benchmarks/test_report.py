@@ -116,6 +116,26 @@ def test_the_trainer_is_compared_repeat_by_repeat(tmp_path: Path) -> None:
     assert "| 2 | this trainer, ppo | 75 (50 to 100) | 150 (100 to 200) | 400" in text
 
 
+def test_a_repeat_that_is_not_complete_does_not_count(tmp_path: Path) -> None:
+    measured = [measurement(v, 1, 0, 1.0) for v in ("ours-ppo", "grpo")]
+    text = "\n".join(trainer([*measured, measurement("ours-ppo", 1, 1, 9.0)], tmp_path))
+    assert "| 1 | this trainer, ppo | 100 (100 to 100) |" in text
+    assert "in turn, once" in text
+
+
+def test_being_slower_is_said(tmp_path: Path) -> None:
+    measured = [measurement("ours-ppo", 8, 0, 2.0), measurement("grpo", 8, 0, 1.0)]
+    text = "\n".join(trainer(measured, tmp_path))
+    assert "Slower over the whole update than: TRL's GRPO, one adapter with 8 agents." in text
+
+
+def test_a_method_whose_tuned_step_size_was_not_used_is_marked(tmp_path: Path) -> None:
+    tried = [run("ippo", 100, f, learning_rate=r) for r, f in ((1e-3, 0.5), (2e-3, 0.9))]
+    text = "\n".join(learning(runs(), tried, tmp_path))
+    assert "**Not settled:**" in text and "IPPO (0.002)" in text
+    assert "Not settled" not in "\n".join(learning(runs(), [], tmp_path))
+
+
 def test_variants_take_turns() -> None:
     order = schedule(3, (1, 2))
     assert len(order) == 3 * 2 * 4
