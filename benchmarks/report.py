@@ -51,9 +51,9 @@ def _how(learning: Sequence[Record], tuning: Sequence[Record], runs: Sequence[Re
     if learning:
         out += [
             "- `python -m benchmarks.learning.run`, then `--logs-first`:"
-            f" {_count(learning)}, {_minutes(learning)} of processor time in all. Settings were"
-            f" chosen with `--tune` and by hand on its seeds: {_count(tuning)},"
-            f" {_minutes(tuning)}. `--quick` runs in seconds.",
+            f" {_count(learning)}, {_minutes(learning)} of processor time in all. `--tune`:"
+            f" {_count(tuning)}, {_minutes(tuning)}; λ and other settings were tried by hand on the"
+            " tuning seeds, which is not on record. `--quick` runs in seconds.",
         ]
     if runs:
         spent = sum(r["process_seconds"] for r in runs) / 60
