@@ -115,6 +115,21 @@ def test_case_20_a_full_disk_leaves_the_checkpoint_before(
     assert read(first).facts["steps"] == worked.steps_taken
 
 
+def test_a_checkpoint_is_not_seen_before_all_of_it_is_on_the_disk(
+    worked: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write(tmp_path, worked, facts(), keep=2)
+    real, seen = durable.write_file, list[list[Path]]()
+
+    def watched(path: Path, data: bytes) -> None:
+        real(path, data)
+        seen.append(checkpoints(tmp_path))
+
+    monkeypatch.setattr(durable, "write_file", watched)
+    write(tmp_path, worked, facts(), keep=2)
+    assert seen == [[first], [first]] and len(checkpoints(tmp_path)) == 2
+
+
 def test_what_an_interrupted_write_left_is_no_checkpoint_and_is_swept(
     worked: Learner, tmp_path: Path
 ) -> None:
