@@ -71,8 +71,10 @@ def updated(
 DEPENDS = {0: [[], [0], [0, 1], [0, 1, 2]], 1: [[], [], [1], []], 2: [[], [0], [], [2]]}
 
 
-@pytest.mark.parametrize("norm", ["token", "word", "sum"])
-@pytest.mark.parametrize("order", [TEAM, ("tester", "planner", "coder")])
+@pytest.mark.parametrize(
+    ("norm", "order"),
+    [("token", TEAM), ("word", TEAM), ("sum", TEAM), ("token", ("tester", "planner", "coder"))],
+)
 def test_later_agents_are_compounded_with_those_before_them(
     norm: str, order: Sequence[str], model_dir: Path, tmp_path: Path
 ) -> None:
@@ -119,13 +121,12 @@ def test_the_factors_are_the_credit_rooms_own_and_are_clipped(
     assert all(0.8 <= factor <= 1.25 for factor in found)
 
 
-@pytest.mark.parametrize("order", [[["router", "writer"]], [["writer", "router"]]])
 def test_simultaneous_updates_start_together_and_know_nothing_of_each_other(
-    order: list[list[str]], model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
     learner = make_learner(model_dir, tmp_path)
     rows = recorded(learner, make_rows())
-    work = make_work(learner, rows, order=order)
+    work = make_work(learner, rows, order=[["writer", "router"]])
     learn(learner, [work])
     assert set(work.batch.factor.values()) <= {1.0}
     alone = {}
@@ -150,8 +151,10 @@ def test_compounding_changes_what_the_later_agent_learns(model_dir: Path, tmp_pa
 # -- ratios --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["action", "token"])
-@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "none"])
+@pytest.mark.parametrize(
+    ("level", "mode"),
+    [("action", "token_truncate"), ("token", "sequence_mask"), ("token", "none")],
+)
 def test_case_17_every_ratio_is_1_before_anything_has_moved(
     level: str, mode: str, model_dir: Path, tmp_path: Path
 ) -> None:
