@@ -35,7 +35,6 @@ def page(learning: Path, trainer: Path, figures: Path) -> str:
 
     online, first, tuning = read("online.jsonl"), read("logs_first.jsonl"), read("tuning.jsonl")
     runs = Results(trainer, measure.KEY).read()
-    runs = trainer_report.complete(runs) if runs else runs
     out = list(_HEAD)
     if online:
         out += [*learning_report.learning(online, tuning, figures), ""]

@@ -37,7 +37,7 @@ def _memory(r: Record) -> float:
 def trainer(records: Sequence[Record], figures: Path) -> list[str]:
     """Throughput and peak memory by number of agents."""
     models = list(dict.fromkeys(r["model"] for r in records))
-    records = complete([r for r in records if r["model"] == models[-1]])
+    records = [r for r in records if r["model"] == models[-1]]
     figures.mkdir(parents=True, exist_ok=True)
     speed = [
         Panel("whole update", _lines(records, _whole)),
@@ -50,8 +50,9 @@ def trainer(records: Sequence[Record], figures: Path) -> list[str]:
     ):
         chart = draw(pictures, x_label="agents", y_label=label)
         (figures / f"{name}.svg").write_text(chart, encoding="utf-8")
-    repeats = len({r["repeat"] for r in records})
-    times = "once" if repeats == 1 else f"{repeats} times"
+    found = [_of(records, n, variant) for n in _agents(records) for variant in VARIANTS]
+    counts = sorted({len(runs) for runs in found if runs})
+    times = f"{counts[0]} to {counts[-1]} times" if len(counts) > 1 else f"{counts[0]} times"
     return [
         "## What does it cost?",
         "",
@@ -107,15 +108,6 @@ def _slower(records: Sequence[Record]) -> list[str]:
         " (values, log-probabilities before and after each agent's update, measuring the effect)"
         " is paid once an update, here for a single pass of one step per agent.",
     ]
-
-
-def complete(records: Sequence[Record]) -> list[Record]:
-    """Repeats in which everything was measured, so that all means are over the same ones."""
-    counts: dict[int, int] = {}
-    for record in records:
-        counts[record["repeat"]] = counts.get(record["repeat"], 0) + 1
-    most = max(counts.values())
-    return [r for r in records if counts[r["repeat"]] == most]
 
 
 def _agents(records: Sequence[Record]) -> list[int]:
