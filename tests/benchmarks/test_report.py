@@ -116,11 +116,15 @@ def test_the_trainer_is_compared_repeat_by_repeat(tmp_path: Path) -> None:
     assert "| 2 | this trainer, ppo | 75 (50 to 100) | 150 (100 to 200) | 400" in text
 
 
-def test_a_repeat_that_is_not_complete_does_not_count(tmp_path: Path) -> None:
-    measured = [measurement(v, 1, 0, 1.0) for v in ("ours-ppo", "grpo")]
-    text = "\n".join(trainer([*measured, measurement("ours-ppo", 1, 1, 9.0)], tmp_path))
-    assert "| 1 | this trainer, ppo | 100 (100 to 100) |" in text
-    assert "in turn, once" in text
+def test_ratios_pair_measurements_of_one_repeat_and_counts_are_said(tmp_path: Path) -> None:
+    measured = [
+        measurement("ours-ppo", 1, 1, 9.0),
+        measurement("grpo", 1, 0, 1.0),
+        measurement("grpo", 1, 1, 18.0),
+    ]
+    text = "\n".join(trainer(measured, tmp_path))
+    assert "| 1 | TRL's GRPO, one adapter | 2.00 (2.00 to 2.00) |" in text
+    assert "in turn, 1 to 2 times" in text
 
 
 def test_being_slower_is_said(tmp_path: Path) -> None:
