@@ -157,7 +157,7 @@ def _pairs(records: Sequence[Record], agents: int, variant: str) -> list[tuple[R
 def _ratios(records: Sequence[Record], agents: int) -> list[list[str]]:
     out: list[list[str]] = []
     for variant in ("grpo", "copies"):
-        pairs = list(zip(_of(records, agents, _OURS), _of(records, agents, variant), strict=False))
+        pairs = _pairs(records, agents, variant)
         if pairs:
             cells = [
                 _spread([f(ours) / f(theirs) for ours, theirs in pairs], 2)
