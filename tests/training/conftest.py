@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,15 @@ set_environment()
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_once() -> Generator[None]:
+    """The loop looks for garbage at every start: among what the tests make, not the imports."""
+    importlib.import_module("marft_agents.training")
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

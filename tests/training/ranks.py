@@ -7,6 +7,7 @@ of it ended with. A process that hangs is killed and reported as such.
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -335,10 +336,12 @@ def _always_one(router: bool, writer: bool) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     set_environment()
+    gc.freeze()  # what was imported is no garbage, and the loop looks for that at every start
     tempfile.tempdir = arguments[0]
     with quiet():
         hall = Hall(Path(arguments[0]))
     print(json.dumps(scenarios(hall)))
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
