@@ -18,7 +18,7 @@ _LABELS = {
     "estimator": "estimator",
     "level": "level",
     "objective": "objective",
-    "round": "iteration",
+    "iteration": "iteration",
     "agents": "agents",
     "episodes": "episodes",
     "turns": "turns",
@@ -85,7 +85,7 @@ def _facts(training: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     others = [name for name in training if name not in _LABELS and name not in _SHOWN_APART]
     for name in (*known, *others):
         value = training[name]
-        if name == "round" and value == 0:
+        if name == "iteration" and value == 0:
             value = "0: the stage on logs"
         yield _LABELS.get(name, _cell(name)), _cell(value)
 

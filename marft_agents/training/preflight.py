@@ -7,13 +7,14 @@ every episode and turn left out is counted under a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from marft_agents.errors import ConfigError
+from marft_agents.errors import ConfigError, TrainingError
 from marft_agents.log import LogReader
 from marft_agents.rewards import ScoreTally
 from marft_agents.schema import parse_served_name, served_name
 from marft_agents.training.config import MarftConfig
+from marft_agents.training.dataset import TrainingSet
 from marft_agents.training.plan import Plan, reward_line
 from marft_agents.training.signal import flat_tasks
 
@@ -90,14 +91,20 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _foreign_answers(plan)
 
 
+def answered_by(
+    data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]
+) -> Counter[tuple[str, str, str]]:
+    """(agent, its adapter, what answered it) to turns, for the rows of each adapter."""
+    return Counter(
+        (data.rows[i].agent, adapter, data.rows[i].adapter or "the base model")
+        for adapter, rows in by_adapter.items()
+        for i in rows
+    )
+
+
 def _foreign_answers(plan: Plan) -> Iterator[str]:
     """Agents answered by another agent's adapter: mostly a wrong model name in the app."""
-    answered = Counter(
-        (row.agent, adapter.adapter, row.adapter)
-        for adapter in plan.adapters
-        for row in plan.rows_of(adapter)
-        if row.adapter is not None
-    )
+    answered = answered_by(plan.data, {a.adapter: a.rows for a in plan.adapters})
     for (agent, adapter, version), turns in sorted(answered.items()):
         named = parse_served_name(version)
         if named is not None and named[0] != adapter:
@@ -106,6 +113,26 @@ def _foreign_answers(plan: Plan) -> Iterator[str]:
                 f" calls model={named[0]!r} for it. Give it model={adapter!r}, or what is trained"
                 f" here for {adapter} will not answer it (or let them share: agents:"
                 f" {{{agent}: {named[0]}}})"
+            )
+
+
+def require_own_answers(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> None:
+    """Online, what is trained must be what answers, or nothing that is learned is ever played.
+
+    Raises:
+        TrainingError: no turn of an adapter's agents was answered by that adapter.
+    """
+    answered = answered_by(data, by_adapter)
+    for adapter in by_adapter:
+        of = {(a, version): n for (a, own, version), n in answered.items() if own == adapter}
+        names = [parse_served_name(version) for _, version in of]
+        if not any(name is not None and name[0] == adapter for name in names):
+            agent, version = next(iter(of))
+            raise TrainingError(
+                f"none of {sum(of.values())} turns trained for adapter {adapter!r} was answered by"
+                f" it; agent {agent!r} was answered by {version}. What is learned would never be"
+                f" played: give the agent model={adapter!r} in the app, or map it to the adapter"
+                " that answers it under `agents:`"
             )
 
 

@@ -26,7 +26,7 @@ from marft_agents.training.dataset import TrainingSet
 from marft_agents.training.loop import Learner, UpdateReport, Work, rows_by_adapter
 from marft_agents.training.naming import method_name
 from marft_agents.training.plan import Plan
-from marft_agents.training.preflight import table
+from marft_agents.training.preflight import require_own_answers, table
 from marft_agents.training.publish import (
     Trained,
     program,
@@ -94,6 +94,7 @@ class Stages:
         self.iteration = 1
         self.idle = 0
         self.rounds: list[dict[str, float]] = []
+        self._round_facts: dict[str, float] = {}
         self.results: dict[str, AdapterResult] = {}
         self.untouched: dict[str, str] = {}
         """Adapters that the stage on logs did not train, and why."""
@@ -190,8 +191,6 @@ class Stages:
         self.iteration = iteration + 1
         self.save()
 
-    _round_facts: dict[str, float] = {}  # noqa: RUF012 replaced, never changed
-
     def _collect(self, online: Online, iteration: int) -> Work | None:
         """Fresh episodes as a batch; ``None`` when they teach nothing.
 
@@ -207,6 +206,7 @@ class Stages:
             try:
                 if not by_adapter:
                     raise NothingToLearn("no trainable turn of an agent that is trained")
+                require_own_answers(data, by_adapter)
                 session.try_sharing([data.rows[i] for rows in by_adapter.values() for i in rows])
                 self.replay(data, by_adapter)
                 work = self.learner.prepare(
@@ -373,7 +373,7 @@ class Stages:
             "program": program(),
             "settings": self._settings,
             "logs": logs,
-            "round": batch.iteration,
+            "iteration": batch.iteration,
         }
         meter = work.meters[adapter]
         parent = self.registry.current(adapter)

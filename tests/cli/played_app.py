@@ -29,6 +29,8 @@ class Played:
     logs: Path
     fails: frozenset[int] = frozenset()
     plays: int = 0
+    calls: dict[str, str] = field(default_factory=dict[str, str])
+    """Agents that call another adapter than their own."""
     _models: dict[str, Any] = field(default_factory=dict[str, Any])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,15 +49,16 @@ class Played:
 
     def _team(self, agent: str) -> Team:
         """Answers as the version of the agent in use does."""
-        version = Registry(self.adapters).current(agent)
+        called = self.calls.get(agent, agent)
+        version = Registry(self.adapters).current(called)
         assert version is not None
-        name = f"{agent}@v{version}"
+        name = f"{called}@v{version}"
         if name not in self._models:
             base: Any = AutoModelForCausalLM.from_pretrained(self.tiny.folder, dtype=torch.float32)
-            folder = Registry(self.adapters).path(agent, version)
+            folder = Registry(self.adapters).path(called, version)
             tiny = TinyModel(self.tiny.folder)
             tiny.model = PeftModel.from_pretrained(base, str(folder)).eval()
-            self._models[name] = Team(tiny, self.logs, adapters={agent: name})
+            self._models[name] = Team(tiny, self.logs, adapters=dict.fromkeys(AGENTS, name))
         return self._models[name]
 
 

@@ -53,7 +53,7 @@ def test_offline_to_online_in_one_command(shop: Shop) -> None:
     turns = [t for e in LogReader(folders[1]).episodes() for t in e.turns]
     assert {t.adapter_start for t in turns} == {"router@v3", "writer@v3"}
     training = Registry(shop.root / "adapters").manifest("router", 4).training
-    assert (training["objective"], training["round"], training["episodes"]) == ("ppo", 2, 6)
+    assert (training["objective"], training["iteration"], training["episodes"]) == ("ppo", 2, 6)
 
 
 def test_online_alone_begins_without_logs(shop: Shop) -> None:
@@ -77,6 +77,26 @@ def test_a_swap_that_fails_stops_the_run_and_says_how_to_go_on(shop: Shop) -> No
     code, out = shop.run(*online("--offline", "none", "--set", "save_steps=1", "--resume"))
     assert code == 0 and "resumed from checkpoint-" in out
     assert gateway.swaps[-1] == ("writer", Registry(shop.root / "adapters").current("writer"))
+
+
+def test_an_agent_that_its_adapter_never_answers_ends_the_run(shop: Shop) -> None:
+    gateway = ready(shop)
+    played_app.PLAYED[-1].calls["writer"] = "router"
+    code, _ = shop.run(*online("--offline", "none"))
+    assert code == 2 and gateway.swaps == []
+    assert "none of 6 turns trained for adapter 'writer' was answered by it" in shop.error
+    assert "agent 'writer' was answered by router@v1" in shop.error
+    assert "give the agent model='writer' in the app" in shop.error
+    assert Registry(shop.root / "adapters").versions("writer") == [1]
+
+
+def test_agents_that_share_an_adapter_are_answered_by_it(shop: Shop) -> None:
+    gateway = ready(shop)
+    played_app.PLAYED[-1].calls["writer"] = "router"
+    (shop.root / "shared.yaml").write_text("agents: {writer: router}")
+    code, out = shop.run(*online("--offline", "none", "--config", "shared.yaml"))
+    assert code == 0, out
+    assert gateway.swaps == [("router", 2), ("router", 3)]
 
 
 def test_a_dry_run_runs_no_app(shop: Shop) -> None:

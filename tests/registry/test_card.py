@@ -28,7 +28,7 @@ TRAINING: dict[str, Any] = {
     "program": "marft-agents 0.1.0",
     "settings": {"seed": 42, "beta": 0.01, "agents": {"judge": "external"}},
     "logs": [],
-    "round": 2,
+    "iteration": 2,
     "effect": {
         "good_before": -6.5, "good_after": -6.4, "bad_before": -6.8, "bad_after": -7.0,
         "change_norm": 0.06, "b_norm": 0.1,
@@ -99,7 +99,7 @@ def test_what_the_manifest_says_besides_is_there_and_stays_in_its_cell() -> None
 
 
 def test_logs_are_iteration_0() -> None:
-    facts = section(card(training=TRAINING | {"round": 0, "logs": ["logs/a.jsonl"]}), "Training")
+    facts = section(card(training=TRAINING | {"iteration": 0, "logs": ["logs/a.jsonl"]}), "Training")
     assert facts["iteration"] == ["0: the stage on logs"] and facts["logs"] == ["logs/a.jsonl"]
 
 
