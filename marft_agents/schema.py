@@ -103,6 +103,8 @@ class Turn(Event):
     messages: list[JsonDict] = Field(default_factory=list[JsonDict])
     """Messages as sent on the wire."""
     text: str | None = None
+    reasoning: str | None = None
+    """Text that the server separated from the answer as reasoning; its tokens are sampled ones."""
     tool_calls: list[JsonDict] | None = None
     sampling: Sampling = Field(default_factory=Sampling)
     prompt_token_ids: list[int] | None = None
@@ -120,6 +122,11 @@ class Turn(Event):
     depends_on: list[str] = Field(default_factory=list[str])
     """``turn_id`` of earlier turns whose output was found in the messages sent."""
     selected_by: str | None = None
+    """Turn that chose this speaker: a speaker selection, or the turn that handed off."""
+    parent_agent: str | None = None
+    """Agent inside whose turn this nested call ran; ``None`` at the top of the episode."""
+    parent_turn: str | None = None
+    """``turn_id`` of the turn that started the nested chat, where one did."""
     latency_s: float | None = None
     attempt: int = Field(default=1, ge=1)
     cached: bool = False
@@ -127,6 +134,8 @@ class Turn(Event):
     """False for a stream cut before its last chunk, or ids that do not add up to the usage."""
     edited_text: str | None = None
     """Text a human put in place of ``text``, if any."""
+    redacted: bool = False
+    """True when something was masked before the disk; ids that spelled it out are gone."""
     error: str | None = None
 
     def _ids(self) -> tuple[list[int], list[int]]:
@@ -141,6 +150,10 @@ class Turn(Event):
             (self.cached, "answered from a cache"),
             (not self.complete, "not all of its tokens arrived"),
             (self.edited_text is not None, "edited by a human"),
+            (
+                self.redacted and not (self.prompt_token_ids and self.token_ids),
+                "redacted: its token ids spelled out what was removed",
+            ),
             (not self.prompt_token_ids, "no prompt token ids"),
             (not self.token_ids, "no sampled token ids"),
             (
@@ -186,6 +199,15 @@ class HumanEvent(Event):
     name: str | None = None
     text: str | None = None
     index: int = Field(default=0, ge=0)
+
+
+class EditEvent(Event):
+    """Somebody put another text in place of what a turn said; the latest record wins."""
+
+    type: Literal["edit"] = "edit"
+    turn_id: str = Field(min_length=1)
+    text: str
+    editor: str | None = None
 
 
 LARGEST_REWARD = 1e15
@@ -250,7 +272,7 @@ class EpisodeEnded(Event):
 
 
 AnyEvent = Annotated[
-    EpisodeStarted | Turn | ToolEvent | HumanEvent | RewardEvent | EpisodeEnded,
+    EpisodeStarted | Turn | ToolEvent | HumanEvent | EditEvent | RewardEvent | EpisodeEnded,
     Field(discriminator="type"),
 ]
 EVENT: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)

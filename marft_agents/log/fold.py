@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from marft_agents.schema import (
     AnyEvent,
+    EditEvent,
     Episode,
     EpisodeEnded,
     EpisodeStarted,
@@ -39,6 +40,7 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
     tools: list[ToolEvent] = []
     humans: list[HumanEvent] = []
     rewards: list[RewardEvent] = []
+    edits: list[EditEvent] = []
     started: EpisodeStarted | None = None
     ended: EpisodeEnded | None = None
     sources: dict[str, None] = {}
@@ -53,6 +55,8 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
                 humans.append(event)
             case RewardEvent():
                 rewards.append(event)
+            case EditEvent():
+                edits.append(event)
             case EpisodeStarted():
                 started = started or event
             case EpisodeEnded():
@@ -61,7 +65,7 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
     episode = Episode(
         episode_id=episode_id,
         started=started,
-        turns=[_with_known_dependencies(turn, same_as) for turn in kept],
+        turns=_edited([_with_known_dependencies(turn, same_as) for turn in kept], edits, same_as),
         tools=tools,
         humans=humans,
         rewards=[_with_known_turn(reward, same_as) for reward in rewards],
@@ -86,6 +90,22 @@ def _without_duplicates(turns: list[Turn]) -> tuple[list[Turn], dict[str, str]]:
         elif original.turn_id != turn.turn_id:
             same_as[turn.turn_id] = original.turn_id
     return kept, same_as
+
+
+def _edited(turns: list[Turn], edits: list[EditEvent], same_as: dict[str, str]) -> list[Turn]:
+    """The turns with the text that somebody put in place of theirs; the latest edit counts."""
+    latest = {
+        same_as.get(edit.turn_id, edit.turn_id): edit.text
+        for edit in sorted(edits, key=lambda edit: edit.time)
+    }
+    if not latest:
+        return turns
+    return [
+        turn.model_copy(update={"edited_text": latest[turn.turn_id]})
+        if turn.turn_id in latest
+        else turn
+        for turn in turns
+    ]
 
 
 def _with_known_dependencies(turn: Turn, same_as: dict[str, str]) -> Turn:

@@ -13,6 +13,7 @@ from marft_agents.errors import ConfigError, IntegrationError, MissingExtraError
 from marft_agents.recording.call import Call, Unseen
 from marft_agents.recording.capture import Claim
 from marft_agents.recording.clean import jsonable
+from marft_agents.recording.distributions import KnownDistribution, installed_runtime
 from marft_agents.recording.episode import LiveEpisode, describe_error
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.patches import Patches
@@ -29,6 +30,7 @@ __all__ = [
     "EpisodeHandle",
     "EventLog",
     "IntegrationError",
+    "KnownDistribution",
     "LiveEpisode",
     "MarftRecorder",
     "MissingExtraError",
@@ -36,5 +38,6 @@ __all__ = [
     "TurnKind",
     "Unseen",
     "describe_error",
+    "installed_runtime",
     "jsonable",
 ]

@@ -7,6 +7,8 @@ turn; ``n`` choices are ``n`` turns. What the prompt contained is decided when i
 from __future__ import annotations
 
 import time
+import uuid
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
     from marft_agents.recording.exchange import Exchange
 
 CALL: ContextVar[Call | None] = ContextVar("marft_call", default=None)
+TAG = "marft:"
+_tagged: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+
+
+def tagged_call(user: object) -> Call | None:
+    """The call whose ``Call.tag`` is the ``user`` field of a request."""
+    return _tagged.get(user) if isinstance(user, str) and user.startswith(TAG) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,8 @@ class Call:
         *,
         selected_by: str | None = None,
         delivered: Sequence[tuple[str, str]] = (),
+        parent_agent: str | None = None,
+        parent_turn: str | None = None,
     ) -> None:
         self.episode = episode
         self.agent = agent
@@ -57,11 +68,24 @@ class Call:
         self.turn_ids: list[str] = []
         self.finished = False
         self._selected_by = selected_by
+        self._parent = (parent_agent, parent_turn)
         self._delivered = delivered
         self._step = episode.begin_turn()
         self._started = time.perf_counter()
         self._depends_on: list[str] | None = None
         self._reserved: dict[int, str] = {}
+        self._tag: str | None = None
+
+    @property
+    def tag(self) -> str:
+        """A request with this as its ``user`` field belongs to this call, wherever it is sent.
+
+        For runtimes that send outside the context of the call; the field is taken out again.
+        """
+        if self._tag is None:
+            self._tag = TAG + uuid.uuid4().hex
+            _tagged[self._tag] = self
+        return self._tag
 
     @contextmanager
     def current(self) -> Generator[None]:
@@ -174,6 +198,8 @@ class Call:
             "messages": messages,
             "depends_on": [t for t in self._see(messages) if t != turn_id],
             "selected_by": self._selected_by,
+            "parent_agent": self._parent[0],
+            "parent_turn": self._parent[1],
         }
 
     def _log(self, turn: Turn) -> None:

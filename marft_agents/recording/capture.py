@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from marft_agents.errors import ConfigError, IntegrationError
-from marft_agents.recording.call import CALL, Call
+from marft_agents.recording.call import CALL, TAG, Call, tagged_call
 from marft_agents.recording.core import Core
 from marft_agents.recording.episode import LiveEpisode, current_episode
 from marft_agents.recording.exchange import CHAT_PATH, Exchange
@@ -145,9 +145,10 @@ class Hook:
         """The record of this request, or ``None`` when it is none of ours."""
         if request.method != "POST" or not request.url.path.endswith(CHAT_PATH):
             return None
-        announced, owner = CALL.get(), self.owner
+        tagged = _tagged(request)
+        announced, owner = tagged or CALL.get(), self.owner
         core = announced.episode.core if announced else owner.core if owner else None
-        if core is None or core.closed:
+        if core is None or (core.closed and tagged is None):
             return None
         with core.safety.guard("read a request"):
             body = json.loads(request.content)
@@ -155,7 +156,7 @@ class Hook:
             call = announced or _own_call(core, agent, request)
             if call is None or not isinstance(body, dict):
                 return None
-            exchange = Exchange(call, request, cast("JsonDict", body))
+            exchange = Exchange(call, request, cast("JsonDict", body), tagged=tagged is not None)
             call.sends(exchange)
             return exchange
         return None
@@ -178,6 +179,18 @@ class Hook:
 
 
 _lock = threading.Lock()
+
+
+def _tagged(request: Any) -> Call | None:
+    """The call that the request's body names, if any."""
+    try:
+        content: bytes = request.content
+        if TAG.encode() not in content:
+            return None
+        body = json.loads(content)
+    except Exception:  # a body that is streamed, or no JSON: none that a runtime tagged
+        return None
+    return tagged_call(body.get("user")) if isinstance(body, dict) else None
 
 
 def _plain(exchange: Exchange, response: Any) -> Any | None:

@@ -18,6 +18,7 @@ from marft_agents.recording.sink import Sink
 from marft_agents.schema import Event
 
 Inject = Literal["auto", "always", "never"]
+Models = Mapping[str, str] | Literal["auto"]
 
 
 def utc_now() -> datetime:
@@ -30,15 +31,20 @@ def random_id() -> str:
 
 @dataclass(eq=False)
 class Core:
-    """Services of one recorder; ``models`` maps an agent to the model name to send."""
+    """Services of one recorder.
+
+    ``models`` maps an agent to the model name to send; ``auto``: its own name where it is served.
+    ``keep_caches``: whether the app's reply caches may answer while recording.
+    """
 
     sink: Sink
     safety: Safety
-    models: Mapping[str, str] = field(default_factory=dict[str, str])
+    models: Models = field(default_factory=dict[str, str])
     inject: Inject = "auto"
     clock: Callable[[], datetime] = utc_now
     ids: Callable[[], str] = random_id
     servers: KnownServers = field(default_factory=KnownServers)
+    keep_caches: bool = False
     closed: bool = False
 
     def emit(self, event: Event) -> None:

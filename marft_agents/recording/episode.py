@@ -20,6 +20,7 @@ from marft_agents.recording.core import Core
 from marft_agents.recording.defaults import filled
 from marft_agents.recording.linking import Ledger
 from marft_agents.schema import (
+    EditEvent,
     EndReason,
     EpisodeEnded,
     EpisodeStarted,
@@ -144,6 +145,13 @@ class LiveEpisode:
             )
             self.core.emit(event)
 
+    def edit(self, turn_id: str, text: str, editor: str | None = None) -> None:
+        """Somebody put ``text`` in place of what a turn said."""
+        give_edit(self.core, self.id, turn_id, text, editor)
+        with self.lock:
+            agent = next((name for known, name in self._turns if known == turn_id), "")
+            self.ledger.add(turn_id, agent, str(text))
+
     def reward(self, value: Any, agent: str | None, turn_id: str | None, source: str) -> None:
         give_reward(self.core, self.id, value, agent=agent, turn_id=turn_id, source=source)
 
@@ -209,6 +217,20 @@ def describe_error(error: BaseException) -> str:
     except Exception:  # the app's own exceptions may fail at this
         return name
     return (f"{name}: {text}" if text else name)[:500]
+
+
+def give_edit(core: Core, episode_id: str, turn_id: str, text: str, editor: str | None) -> None:
+    """Log that a turn's text was replaced: it is no sample of the policy any more."""
+    with core.safety.guard("log an edit"):
+        core.emit(
+            EditEvent(
+                time=core.clock(),
+                episode_id=str(episode_id),
+                turn_id=str(turn_id),
+                text=str(text),
+                editor=editor,
+            )
+        )
 
 
 def give_reward(

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from marft_agents.recording.call import Call
 from marft_agents.recording.clean import stored_messages
+from marft_agents.recording.core import Models
 from marft_agents.recording.episode import describe_error
 from marft_agents.recording.reply import Reply, StreamReader, completion, error_text
 from marft_agents.recording.server import Verdict
@@ -32,8 +33,12 @@ _SHORTEST_KEY = 6
 class Exchange:
     """Record of one attempt; filled while the app reads the response."""
 
-    def __init__(self, call: Call, request: Any, body: JsonDict) -> None:
+    def __init__(self, call: Call, request: Any, body: JsonDict, *, tagged: bool = False) -> None:
         self.call = call
+        self._tagged = tagged
+        """Whether the request as it came names the call; what goes out must not."""
+        if tagged:
+            body = {k: v for k, v in body.items() if k != "user"}
         self._app_body = self.request_body = body
         self.injected = self.refused_fields = False
         model = body.get("model")
@@ -98,10 +103,11 @@ class Exchange:
                 (b"X-Marft-Episode", quote(self.call.episode.id).encode()),
                 (b"X-Marft-Agent", quote(self.call.agent).encode()),
             ]
-        if self.call.agent in core.models:
-            body["model"] = core.models[self.call.agent]
+        model = self._routed(core.models)
+        if model is not None:
+            body["model"] = model
         self.request_body = body
-        if body == self._app_body and not headers:
+        if body == self._app_body and not headers and not self._tagged:
             return self._request
         kept = [
             (k, v)
@@ -115,6 +121,12 @@ class Exchange:
             content=json.dumps(body, separators=(",", ":")).encode(),
             extensions=self._request.extensions,
         )
+
+    def _routed(self, models: Models) -> str | None:
+        """The model to send this agent to, where the recorder was told one."""
+        if models == "auto":
+            return None
+        return models.get(self.call.agent)
 
     def _settle(self) -> None:
         """Learn from a reply of a server that could not be asked."""

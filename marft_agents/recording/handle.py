@@ -37,6 +37,13 @@ class EpisodeHandle:
         """Score the episode, one agent, or one turn; the latest per source counts."""
         self._live.reward(value, agent, turn_id, source)
 
+    def edit(self, turn_id: str, text: str, *, editor: str | None = None) -> None:
+        """A human (or code) put ``text`` in place of what a turn said.
+
+        The turn keeps its ids and is not trained on as a sample of the policy.
+        """
+        self._live.edit(turn_id, text, editor)
+
     def end(self, reason: EndReason, detail: str | None = None) -> None:
         """Decide how the episode ends, instead of what the runtime will report.
 

@@ -16,13 +16,19 @@ from typing import Any, Protocol, TypeVar
 
 from marft_agents.log import LogWriter
 from marft_agents.recording.capture import Claim, capture
-from marft_agents.recording.core import Core, Inject, random_id, utc_now
+from marft_agents.recording.core import Core, Inject, Models, random_id, utc_now
 from marft_agents.recording.defaults import episode_defaults
-from marft_agents.recording.episode import LiveEpisode, current_episode, give_reward
+from marft_agents.recording.episode import (
+    LiveEpisode,
+    current_episode,
+    give_edit,
+    give_reward,
+)
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.integrations import find_integration
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import EventLog, Sink
+from marft_agents.schema import Event
 
 _T = TypeVar("_T")
 
@@ -33,35 +39,53 @@ class Attachment(Protocol):
     def release(self) -> None: ...
 
 
+class _Nowhere:
+    """Keeps nothing: the log of a recorder that is off."""
+
+    def write(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MarftRecorder:
     """Records episodes of multi-agent applications into ``log_dir``.
 
     Args:
         log_dir: folder for the log segments; made at the first event.
-        models: agent → model name to send instead of the app's, e.g. ``{"planner": "planner"}``.
+        models: agent → model name to send instead of the app's, e.g. ``{"planner": "planner"}``;
+            ``"auto"`` sends each agent to the model of its own name where the server lists one.
         log: where events go instead of ``log_dir``, e.g. ``marft_agents.testing.InMemoryLog()``.
         inject: ``auto`` asks each server once whether it takes the extra request fields;
             ``always`` and ``never`` decide it.
         raise_errors: whether the recorder's own failures are raised; by default only under pytest.
         capacity: events that may wait for the disk before new ones are dropped and counted.
+        keep_caches: leave the app's caches of replies on; by default they are passed by while
+            recording, because a cached reply is no sample of the policy.
+        enabled: ``False`` makes a recorder that touches nothing and logs nothing.
     """
 
     def __init__(
         self,
         log_dir: str | Path = "logs",
         *,
-        models: Mapping[str, str] | None = None,
+        models: Models | None = None,
         log: EventLog | None = None,
         inject: Inject = "auto",
         raise_errors: bool | None = None,
         capacity: int = 10_000,
+        keep_caches: bool = False,
+        enabled: bool = True,
         clock: Callable[[], datetime] = utc_now,
         ids: Callable[[], str] = random_id,
     ) -> None:
         safety = Safety(raise_errors)
+        if not enabled:
+            log = _Nowhere()
         sink = Sink(log if log is not None else LogWriter(log_dir), safety, capacity=capacity)
-        self.core = Core(sink, safety, dict(models or {}), inject, clock, ids)
+        routes: Models = models if models == "auto" else dict(models or {})
+        self.core = Core(sink, safety, routes, inject, clock, ids, keep_caches=keep_caches)
         """For integrations."""
+        self.enabled = enabled
         self._attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
     def wrap(self, obj: _T, **options: Any) -> _T:
@@ -74,7 +98,9 @@ class MarftRecorder:
             IntegrationError: no supported runtime.
             MissingExtraError: the runtime is not fully installed.
         """
-        find_integration(obj).wrap(obj, self, **options)
+        integration = find_integration(obj)
+        if self.enabled:
+            integration.wrap(obj, self, **options)
         return obj
 
     def episode(
@@ -114,6 +140,10 @@ class MarftRecorder:
         """Score an episode by its id, any time later, from any process."""
         give_reward(self.core, episode_id, value, agent=agent, turn_id=turn_id, source=source)
 
+    def edit(self, episode_id: str, turn_id: str, text: str, *, editor: str | None = None) -> None:
+        """Say, any time later, that a turn's text was replaced; it is then no policy sample."""
+        give_edit(self.core, episode_id, turn_id, text, editor)
+
     def attach_client(self, client: Any, agent: str) -> None:
         """Record the chat completions of an openai SDK client as turns of ``agent``.
 
@@ -123,7 +153,8 @@ class MarftRecorder:
             IntegrationError: no openai SDK client.
             ConfigError: the client already belongs to another agent.
         """
-        self.capture(client, agent)
+        if self.enabled:
+            self.capture(client, agent)
 
     def flush(self, timeout: float | None = 10.0) -> bool:
         """Wait until the events so far are written; False when that took longer."""
