@@ -1,0 +1,147 @@
+"""Run the recorder's tests on each agent runtime, each in an environment of its own.
+
+``python tools/runtimes.py [NAME ...] [--setup-only | --types]``; without a name, all of them.
+
+Runtimes cannot share an environment: some own the same import package, some need openai below 3,
+others from 3 on. The project's own environment has the newest AutoGen AgentChat and openai SDK; the
+others are set up here, under ``.venv-runtimes``. An environment in which no test ran has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".venv-runtimes"
+TOOLS = ("pytest>=8.3", "pytest-asyncio>=0.25", "hypothesis>=6.100")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Packages of an environment, what is tested in it, and what is type-checked with it."""
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    types: tuple[str, ...] = ()
+
+
+RECORDER = ("tests/recording", "tests/integrations", "tests/test_testing.py")
+AGENTCHAT = ("tests/integrations",)
+CLASSIC = ("tests/runtimes/classic",)
+AGENT_FRAMEWORK = ("tests/runtimes/agent_framework",)
+AG2 = ("tests/runtimes/ag2",)
+OPENAI_AGENTS = ("tests/runtimes/openai_agents",)
+
+RUNTIMES: dict[str, Runtime] = {
+    # The SDK changed its HTTP client at 3.0; the recorder works on both sides.
+    "openai-1": Runtime(
+        ("openai==1.109.1", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"), RECORDER
+    ),
+    "openai-2": Runtime(
+        ("openai==2.30.0", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"), RECORDER
+    ),
+    "agentchat-oldest": Runtime(
+        ("autogen-agentchat==0.4.9", "autogen-ext[openai]==0.4.9"), AGENTCHAT
+    ),
+    "classic": Runtime(
+        ("autogen[openai]==0.14.1",), CLASSIC, ("integrations/marft_agents_classic", *CLASSIC)
+    ),
+    "classic-ag2": Runtime(("ag2[openai]==0.14.0",), CLASSIC),
+    "classic-pyautogen09": Runtime(("pyautogen[openai]==0.9",), CLASSIC),
+    "classic-pyautogen02": Runtime(("pyautogen==0.2.35",), CLASSIC),
+    "agent-framework": Runtime(
+        (
+            "agent-framework-core==1.23.0",
+            "agent-framework-openai==1.17.0",
+            "agent-framework-orchestrations==1.4.0",
+        ),
+        AGENT_FRAMEWORK,
+        ("integrations/marft_agents_agent_framework", *AGENT_FRAMEWORK),
+    ),
+    "agent-framework-oldest": Runtime(
+        (
+            "agent-framework-core==1.0.0",
+            "agent-framework-openai==1.0.0",
+            "agent-framework-orchestrations",
+        ),
+        AGENT_FRAMEWORK,
+    ),
+    "ag2": Runtime(("ag2[openai]==1.2.1",), AG2, ("integrations/marft_agents_ag2", *AG2)),
+    "ag2-oldest": Runtime(("ag2[openai]==1.0.0",), AG2),
+    "openai-agents": Runtime(
+        ("openai-agents==0.24.0",),
+        OPENAI_AGENTS,
+        ("integrations/marft_agents_openai_agents", *OPENAI_AGENTS),
+    ),
+    "openai-agents-oldest": Runtime(("openai-agents==0.2.0",), OPENAI_AGENTS),
+}
+
+
+def environment(name: str) -> Path:
+    """The interpreter of the runtime's environment, set up when it is missing or has changed."""
+    folder, runtime = FOLDER / name, RUNTIMES[name]
+    python, mark = folder / "bin" / "python", folder / ".ready"
+    wanted = hashlib.sha256(
+        repr((runtime.packages, TOOLS, sys.version_info[:3])).encode()
+        + (ROOT / "pyproject.toml").read_bytes()
+    ).hexdigest()
+    if python.exists() and mark.exists() and mark.read_text() == wanted:
+        return python
+    started = time.monotonic()
+    command = [sys.executable, "-m", "venv", *(["--clear"] if not python.exists() else [])]
+    subprocess.run([*command, str(folder)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *runtime.packages, *TOOLS, "--editable", str(ROOT)], check=True)
+    mark.write_text(wanted)
+    print(f"{name}: set up in {time.monotonic() - started:.0f} s", flush=True)
+    return python
+
+
+def test(name: str) -> bool:
+    """Run the runtime's tests; no test at all is a failure (pytest's exit code 5)."""
+    print(f"recorder on {name}: {', '.join(RUNTIMES[name].packages)}", flush=True)
+    command = [str(environment(name)), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    variables = {**os.environ, "MARFT_RUNTIME": name}
+    done = subprocess.run([*command, *RUNTIMES[name].tests], cwd=ROOT, env=variables)
+    return done.returncode == 0
+
+
+def check_types(name: str) -> bool:
+    """Run pyright over an integration with the packages of its runtime."""
+    paths = RUNTIMES[name].types
+    if not paths:
+        return True
+    print(f"types of {name}", flush=True)
+    pyright = [str(Path(sys.executable).with_name("pyright")), "--pythonpath"]
+    return subprocess.run([*pyright, str(environment(name)), *paths], cwd=ROOT).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RUNTIMES))
+    parser.add_argument("--setup-only", action="store_true")
+    parser.add_argument("--types", action="store_true", help="run pyright instead of the tests")
+    args = parser.parse_args()
+    unknown = [name for name in args.names if name not in RUNTIMES]
+    if unknown:
+        parser.error(f"unknown runtime {', '.join(unknown)}; known: {', '.join(RUNTIMES)}")
+    names = args.names or list(RUNTIMES)
+    if args.setup_only:
+        for name in names:
+            environment(name)
+        return 0
+    failed = [name for name in names if not (check_types if args.types else test)(name)]
+    if failed:
+        print(f"failed on {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
