@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +121,19 @@ def check_types(name: str) -> bool:
     if not paths:
         return True
     print(f"types of {name}", flush=True)
-    pyright = [str(Path(sys.executable).with_name("pyright")), "--pythonpath"]
-    return subprocess.run([*pyright, str(environment(name)), *paths], cwd=ROOT).returncode == 0
+    python = environment(name)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    for key in ("venvPath", "venv", "exclude"):
+        del settings[key]
+    settings |= {
+        "include": [f"../../{path}" for path in paths],  # seen from the file below
+        "extraPaths": ["../..", "../../integrations"],
+    }
+    config = FOLDER / name / "pyrightconfig.json"
+    config.write_text(json.dumps(settings, indent=1))
+    pyright = str(Path(sys.executable).with_name("pyright"))
+    command = [pyright, "--project", str(config), "--pythonpath", str(python)]
+    return subprocess.run(command, cwd=ROOT).returncode == 0
 
 
 def main() -> int:
