@@ -110,7 +110,7 @@ class Call:
     def register(self, choice: Choice) -> str:
         """Let later prompts be linked to this choice; returns its turn id."""
         if choice.index not in self._reserved:
-            turn_id = self._reserved[choice.index] = self.episode.core.new_id()
+            turn_id = self._reserved[choice.index] = self.new_turn_id(choice.index)
             ids = [c["id"] for c in choice.tool_calls or () if isinstance(c.get("id"), str)]
             with self.episode.lock:
                 self.episode.ledger.add(
@@ -121,6 +121,10 @@ class Call:
                     quotable=self.kind != "select",
                 )
         return self._reserved[choice.index]
+
+    def new_turn_id(self, index: int) -> str:
+        """An id for what choice ``index`` becomes."""
+        return self.episode.core.new_id()
 
     def finish(self, error: BaseException | None = None, unseen: Unseen | None = None) -> None:
         """The call is over: log its turns. Later calls of this do nothing."""
@@ -155,7 +159,7 @@ class Call:
         choices = list(reply.choices.values()) if reply else []
         problem = exchange.error or (describe_error(error) if error else None)
         for choice in choices or [Choice()]:
-            turn_id = self.register(choice) if choices else self.episode.core.new_id()
+            turn_id = self.register(choice) if choices else self.new_turn_id(0)
             complete = reply.complete(choice) if reply else not exchange.streaming
             self._log(
                 Turn(

@@ -233,6 +233,33 @@ def give_edit(core: Core, episode_id: str, turn_id: str, text: str, editor: str 
         )
 
 
+def reward_event(
+    core: Core,
+    episode_id: str,
+    value: Any,
+    *,
+    agent: Any,
+    turn_id: Any,
+    source: Any,
+) -> RewardEvent:
+    """A reward as the log keeps it: ``refused`` for a value or a name that cannot count."""
+    names: dict[str, object] = {"agent": agent, "turn_id": turn_id}
+    wrong = [
+        f"{name} is a {type(given).__name__}, not a name"
+        for name, given in names.items()
+        if given is not None and not isinstance(given, str)
+    ]
+    return RewardEvent(
+        time=core.clock(),
+        episode_id=str(episode_id) or "unnamed",
+        value=None if wrong else _plain_number(value),
+        agent=None if wrong else agent,
+        turn_id=None if wrong else turn_id,
+        source=str(source),
+        refused=wrong[0] if wrong else None,
+    )
+
+
 def give_reward(
     core: Core,
     episode_id: str,
@@ -248,21 +275,7 @@ def give_reward(
         RewardError: for any other value, or a name that is no text, when strict; it is logged as
             refused first.
     """
-    names: dict[str, object] = {"agent": agent, "turn_id": turn_id}
-    wrong = [
-        f"{name} is a {type(given).__name__}, not a name"
-        for name, given in names.items()
-        if given is not None and not isinstance(given, str)
-    ]
-    event = RewardEvent(
-        time=core.clock(),
-        episode_id=str(episode_id) or "unnamed",
-        value=None if wrong else _plain_number(value),
-        agent=None if wrong else agent,
-        turn_id=None if wrong else turn_id,
-        source=str(source),
-        refused=wrong[0] if wrong else None,
-    )
+    event = reward_event(core, episode_id, value, agent=agent, turn_id=turn_id, source=source)
     core.emit(event)
     if event.refused is not None:
         message = (

@@ -147,14 +147,18 @@ class Exchange:
         self.error = self.error or describe_error(error)
         self.close()
 
-    def received(self, response: Any, *, stream: bool, is_async: bool) -> Any:
-        """Attach to ``response``; returns what the app is to get (the same object, as a rule)."""
-        self.status = response.status_code
-        self._headers = response.headers
+    def begin(self, status: int, headers: Any) -> None:
+        """The response has begun; its body goes to ``feed``, its end to ``close``."""
+        self.status = status
+        self._headers = headers
         self.streaming = bool(self.request_body.get("stream")) and self.answered
         if self.streaming:
             self._reader = StreamReader(expected=self._expected())
             self.reply = self._reader.reply
+
+    def received(self, response: Any, *, stream: bool, is_async: bool) -> Any:
+        """Attach to ``response``; returns what the app is to get (the same object, as a rule)."""
+        self.begin(response.status_code, response.headers)
         if stream:
             tee(response, self, is_async=is_async)
             return response
