@@ -1,14 +1,12 @@
-"""Test kit for applications and integrations: a scripted model server, fakes, and a contract.
+"""A scripted model server in the shape of vLLM.
 
-Invariant: everything is deterministic and in this process; the server answers chat completions in
-the shape of vLLM, with token ids and log-probabilities when they are asked for. Token ids are the
-UTF-8 bytes of the text, plus ``END`` when a reply ended by itself.
+Invariant: everything is deterministic and in this process; chat completions carry token ids and
+log-probabilities when they are asked for. Token ids are the UTF-8 bytes of the text, plus ``END``
+when a reply ended by itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import itertools
 import json
 import re
@@ -16,21 +14,18 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
-from marft_agents.recording import EventLog, MarftRecorder
-from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, JsonDict, Turn
+from marft_agents.schema import JsonDict
 
 END = 256
-_E = TypeVar("_E", bound=Event)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One scripted answer; the fields after ``headers`` are faults."""
+    """One scripted answer; the fields from ``status`` to ``hang`` are faults."""
 
     text: str | None = None
     tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -52,6 +47,9 @@ class Reply:
     delay_s: float = 0.0
     hang: bool = False
     """Do not answer until the server stops."""
+    texts: Sequence[str] = ()
+    """One text a choice, for requests with ``n`` > 1; otherwise all choices say ``text``."""
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,8 @@ class ServerRequest:
     path: str
     headers: dict[str, str]
     body: JsonDict
+    raw: bytes = b""
+    """The body byte for byte."""
 
 
 Script = (
@@ -78,11 +78,15 @@ class ScriptedServer:
     request body, or ``None`` for replies that depend on the request alone (so parallel runs agree).
     """
 
-    def __init__(self, script: Script = None, *, owned_by: str = "vllm") -> None:
+    def __init__(
+        self, script: Script = None, *, owned_by: str = "vllm", models: Sequence[str] = ("base",)
+    ) -> None:
         self.requests: list[ServerRequest] = []
         self.listings = 0
         """How often the models were listed."""
         self.owned_by = owned_by
+        self.models = list(models)
+        """Names that ``GET /v1/models`` lists; requests for others are answered all the same."""
         self.stopping = threading.Event()
         self._script = script
         self._places: dict[str, Iterator[Reply | str]] = {}
@@ -157,6 +161,32 @@ def token_ids_of(text: str, *, ended: bool = True) -> list[int]:
 
 def completion_body(reply: Reply, body: JsonDict, number: int) -> JsonDict:
     """The JSON of a chat completion in vLLM's shape."""
+    prompt = list(reply.prompt_token_ids or json.dumps(body.get("messages")).encode())
+    texts = list(reply.texts) or [reply.text] * int(body.get("n") or 1)
+    made = [_choice(reply, body, number, i, text) for i, text in enumerate(texts)]
+    out: JsonDict = {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 1,
+        "model": body.get("model"),
+        "choices": [choice for choice, _ in made],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": sum(length for _, length in made),
+            "total_tokens": len(prompt) + sum(length for _, length in made),
+        },
+    }
+    return out | ({"prompt_token_ids": prompt} if _with_ids(reply, body) else {})
+
+
+def _with_ids(reply: Reply, body: JsonDict) -> bool:
+    return reply.with_ids and bool(body.get("return_token_ids"))
+
+
+def _choice(
+    reply: Reply, body: JsonDict, number: int, index: int, text: str | None
+) -> tuple[JsonDict, int]:
+    """One choice and the number of its tokens."""
     calls = [
         {
             "id": f"call-{number}-{i}",
@@ -166,34 +196,26 @@ def completion_body(reply: Reply, body: JsonDict, number: int) -> JsonDict:
         for i, (name, arguments) in enumerate(reply.tool_calls)
     ]
     finish = reply.finish_reason or ("tool_calls" if calls else "stop")
-    sampled = reply.text if reply.text is not None else json.dumps(calls)
+    sampled = text if text is not None else json.dumps(calls)
     ids = list(reply.token_ids or token_ids_of(sampled, ended=finish != "length"))
     logprobs = reply.logprobs or [-0.1 * (1 + i % 7) for i in range(len(ids))]
-    prompt = list(reply.prompt_token_ids or json.dumps(body.get("messages")).encode())
-    message: JsonDict = {"role": "assistant", "content": reply.text}
-    choice: JsonDict = {"message": message, "finish_reason": finish, "logprobs": None}
+    message: JsonDict = {"role": "assistant", "content": text}
+    choice: JsonDict = {
+        "index": index,
+        "message": message,
+        "finish_reason": finish,
+        "logprobs": None,
+    }
+    if reply.reasoning is not None:
+        message["reasoning"] = reply.reasoning
     if calls:
         message["tool_calls"] = calls
     if body.get("logprobs"):
         content = [{"token": "", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]
         choice["logprobs"] = {"content": content}
-    with_ids = reply.with_ids and bool(body.get("return_token_ids"))
-    if with_ids:
+    if _with_ids(reply, body):
         choice["token_ids"] = ids
-    n = int(body.get("n") or 1)
-    out: JsonDict = {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": 1,
-        "model": body.get("model"),
-        "choices": [{"index": i, **choice} for i in range(n)],
-        "usage": {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(ids) * n,
-            "total_tokens": len(prompt) + len(ids) * n,
-        },
-    }
-    return out | ({"prompt_token_ids": prompt} if with_ids else {})
+    return choice, len(ids)
 
 
 def stream_events(whole: JsonDict, *, usage: bool) -> Iterator[JsonDict]:
@@ -213,8 +235,9 @@ def stream_events(whole: JsonDict, *, usage: bool) -> Iterator[JsonDict]:
 def _pieces(choice: JsonDict) -> Iterator[JsonDict]:
     message = choice["message"]
     deltas: list[JsonDict] = [
-        {"content": word} for word in re.findall(r"\s*\S+|\s+$", message["content"] or "")
+        {"reasoning": word} for word in re.findall(r"\s*\S+", message.get("reasoning") or "")
     ]
+    deltas += [{"content": word} for word in re.findall(r"\s*\S+|\s+$", message["content"] or "")]
     deltas += [
         {"tool_calls": [{"index": i, **c}]} for i, c in enumerate(message.get("tool_calls", ()))
     ]
@@ -250,14 +273,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         scripted = cast("_Server", self.server).scripted
         scripted.listings += 1
-        model = {"id": "base", "object": "model", "created": 1, "owned_by": scripted.owned_by}
-        self._json(200, {"object": "list", "data": [model]}, {})
+        common = {"object": "model", "created": 1, "owned_by": scripted.owned_by}
+        data = [{"id": name, **common} for name in scripted.models]
+        self._json(200, {"object": "list", "data": data}, {})
 
     def do_POST(self) -> None:
         scripted = cast("_Server", self.server).scripted
         raw = self.rfile.read(int(self.headers["content-length"]))
         headers = {k.lower(): v for k, v in self.headers.items()}
-        request = ServerRequest(self.path, headers, cast("JsonDict", json.loads(raw)))
+        request = ServerRequest(self.path, headers, cast("JsonDict", json.loads(raw)), raw)
         reply, number = scripted.answer(request)
         if scripted.stopping.wait(None if reply.hang else reply.delay_s):
             return
@@ -300,183 +324,3 @@ class _Handler(BaseHTTPRequestHandler):
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.flush()
-
-
-class InMemoryLog:
-    """An event log in a list: ``MarftRecorder(log=InMemoryLog())``, then ``recorder.flush()``."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.closed = False
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def of(self, kind: type[_E]) -> list[_E]:
-        """The events of one type, in order."""
-        return [e for e in self.events if isinstance(e, kind)]
-
-    @property
-    def turns(self) -> list[Turn]:
-        return self.of(Turn)
-
-
-class FakeClock:
-    """``MarftRecorder(clock=FakeClock())``: each look is one second later."""
-
-    def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
-        self.now = start
-
-    def __call__(self) -> datetime:
-        self.now += timedelta(seconds=1)
-        return self.now
-
-
-class FakeIds:
-    """``MarftRecorder(ids=FakeIds())``: ``id-1``, ``id-2``, …"""
-
-    def __init__(self, prefix: str = "id") -> None:
-        self._prefix = prefix
-        self._numbers = itertools.count(1)
-
-    def __call__(self) -> str:
-        return f"{self._prefix}-{next(self._numbers)}"
-
-
-class BrokenLog:
-    """An event log whose every write fails as a full disk does."""
-
-    def write(self, event: Event) -> None:
-        raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class IntegrationContract:
-    """What every integration keeps; a test class inherits it and gives ``make_team`` and ``run``.
-
-    The team has at least two agents; each calls the model that has its own name, and each sees what
-    the others said. ``run`` may be async and returns what the app sees, comparable with ``==``.
-    """
-
-    def make_team(self, server_url: str, *, stream: bool) -> Any:
-        raise NotImplementedError
-
-    def run(self, team: Any, task: str) -> Any:
-        raise NotImplementedError
-
-    def _recorded(
-        self, *, stream: bool = False, **options: Any
-    ) -> tuple[Any, InMemoryLog, ScriptedServer]:
-        log: EventLog = options.pop("log", None) or InMemoryLog()
-        with (
-            ScriptedServer() as server,
-            MarftRecorder(log=log, **options) as recorder,
-        ):
-            team = recorder.wrap(self.make_team(server.url, stream=stream))
-            seen = self._seen(team)
-            assert recorder.flush()
-        return seen, cast("InMemoryLog", log), server
-
-    def _seen(self, team: Any) -> Any:
-        result = self.run(team, "Solve it together.")
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-    def _plain(self, *, stream: bool = False) -> tuple[Any, ScriptedServer]:
-        with ScriptedServer() as server:
-            return self._seen(self.make_team(server.url, stream=stream)), server
-
-    def test_wrap_returns_the_same_object(self) -> None:
-        with ScriptedServer() as server, MarftRecorder(log=InMemoryLog()) as recorder:
-            team = self.make_team(server.url, stream=False)
-            assert recorder.wrap(team) is team
-            assert recorder.wrap(team) is team
-
-    def test_the_app_sees_the_same(self) -> None:
-        for stream in (False, True):
-            plain, server = self._plain(stream=stream)
-            recorded, _, recorded_server = self._recorded(stream=stream)
-            assert recorded == plain
-            added = {"return_token_ids", "logprobs"}
-            bodies = [
-                {k: v for k, v in r.body.items() if k not in added}
-                for r in recorded_server.requests
-            ]
-            assert bodies == [r.body for r in server.requests]
-
-    def test_every_call_is_a_turn_of_its_agent(self) -> None:
-        for stream in (False, True):
-            _, log, server = self._recorded(stream=stream)
-            acts = [t for t in log.turns if t.kind == "act"]
-            assert acts and len(log.turns) == len(server.requests)
-            assert all(t.agent == t.model for t in acts)
-            assert {r.headers["x-marft-agent"] for r in server.requests} == {
-                t.agent for t in log.turns
-            }
-
-    def test_turns_hold_the_tokens(self) -> None:
-        for stream in (False, True):
-            _, log, _ = self._recorded(stream=stream)
-            for turn in log.turns:
-                assert turn.token_ids and turn.prompt_token_ids and turn.logprobs
-                assert len(turn.token_ids) == len(turn.logprobs)
-                assert turn.token_ids == token_ids_of(turn.text or "")
-
-    def test_prompts_are_linked_to_earlier_turns(self) -> None:
-        _, log, _ = self._recorded()
-        acts = [t for t in log.turns if t.kind == "act"]
-        earlier: set[str] = set()
-        for turn in log.turns:
-            assert set(turn.depends_on) <= earlier
-            earlier.add(turn.turn_id)
-        assert acts[0].turn_id in acts[-1].depends_on
-
-    def test_a_run_is_an_episode(self) -> None:
-        _, log, _ = self._recorded()
-        assert len({e.episode_id for e in log.events}) == 1
-        assert isinstance(log.events[0], EpisodeStarted) and isinstance(
-            log.events[-1], EpisodeEnded
-        )
-
-    def test_an_explicit_episode_beats_the_automatic_one(self) -> None:
-        log = InMemoryLog()
-        with ScriptedServer() as server, MarftRecorder(log=log) as recorder:
-            team = recorder.wrap(self.make_team(server.url, stream=False))
-            with recorder.episode(id="mine") as episode:
-                self._seen(team)
-                episode.reward(1.0)
-        assert {e.episode_id for e in log.events} == {"mine"}
-        assert log.turns
-
-    def test_a_failure_of_the_recorder_stays_inside(self) -> None:
-        def no_ids() -> str:
-            raise RuntimeError("a bug in the recorder")
-
-        plain, _ = self._plain()
-        assert self._recorded(log=BrokenLog(), raise_errors=False)[0] == plain
-        assert self._recorded(ids=no_ids, raise_errors=False)[0] == plain
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-__all__ = [
-    "END",
-    "BrokenLog",
-    "FakeClock",
-    "FakeIds",
-    "InMemoryLog",
-    "IntegrationContract",
-    "Reply",
-    "ScriptedServer",
-    "ServerRequest",
-    "completion_body",
-    "default_reply",
-    "stream_events",
-    "token_ids_of",
-]
