@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "credit": frozenset({"schema"}),
     "training": frozenset({"credit", "rewards", "log", "registry", "schema"}),
     "registry": frozenset({"schema"}),
-    "serving": frozenset({"registry", "log", "schema"}),
+    "serving": frozenset({"registry", "log", "schema", "recording"}),
     "evaluation": frozenset({"rewards", "registry"}),
     "cli": EVERYTHING,
     "testing": frozenset({"recording", "log", "schema"}),
@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 HEAVY = (
     "torch", "transformers", "peft", "trl", "datasets", "vllm", "numpy",
-    "autogen_agentchat", "autogen_core", "autogen_ext", "autogen", "ag2", "openai",
+    "autogen_agentchat", "autogen_core", "autogen_ext", "autogen", "ag2", "agent_framework",
+    "agents", "openai",
 )  # fmt: skip
 
 
