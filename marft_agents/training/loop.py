@@ -337,7 +337,10 @@ class Learner:
                 for a in batch.adapters
             ]
             at, total = sum(each[: work.position]) + work.step, sum(each)
-        self.trainer.rate_factor = rate_factor(config, at, total, getattr(config, base))
+        factor = rate_factor(config, at, total, getattr(config, base))
+        if online and factor == 0:  # a warm-up begins at 0, and a round that moves nothing is lost
+            factor = rate_factor(config, at + 1, total, getattr(config, base))
+        self.trainer.rate_factor = factor
 
 
 def _seen(data: TrainingSet, rows: Sequence[int]) -> dict[str, int]:

@@ -74,7 +74,7 @@ def importance_weights(
 
     ``*_truncate`` cuts the weight to [clip_min, clip_max], ``*_mask`` makes one outside it 0,
     ``none`` gives ones. A log-probability of -inf or a placeholder counts as -9999: the weight is
-    finite, and ``placeholder_rows`` tells which rows had one.
+    finite.
 
     Raises:
         TrainingError: when a log-probability is not a number.
@@ -102,13 +102,6 @@ def importance_weights(
     if how == "mask":
         return weight_T.masked_fill((weight_T < least) | (weight_T > most), 0.0)
     raise ValueError(f"unknown correction {mode!r}")
-
-
-def placeholder_rows(behaviour_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
-    """Which rows (B,) hold a recorded log-probability that no policy gives: -9999, inf or NaN."""
-    bad_T = ~behaviour_T.isfinite() | (behaviour_T <= _PLACEHOLDER)
-    count_B = torch.zeros(rows, dtype=torch.int64, device=behaviour_T.device)
-    return count_B.index_add(0, row_T, bad_T.long()) > 0
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

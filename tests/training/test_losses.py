@@ -24,7 +24,6 @@ from marft_agents.training.losses import (
     clipped_surrogate,
     importance_weights,
     kl_to_reference,
-    placeholder_rows,
 )
 from marft_agents.training.objective import Scale, awr_pack
 from marft_agents.training.packing import pack_turns
@@ -324,7 +323,7 @@ def test_unchanged_weights_need_no_correction() -> None:
 
 
 @pytest.mark.parametrize("missing", [-9999.0, -math.inf])
-def test_a_placeholder_gives_a_finite_weight_and_flags_its_row(missing: float) -> None:
+def test_a_placeholder_gives_a_finite_weight(missing: float) -> None:
     behaviour = t(-1, missing, -1, -1)
     for mode, expected in (("token_truncate", 2), ("token_mask", 0)):
         got = importance_weights(t(-1, -1, -1, -1), behaviour, ROW_T, 2, mode=mode, clip_max=2)
@@ -337,8 +336,6 @@ def test_a_placeholder_gives_a_finite_weight_and_flags_its_row(missing: float) -
     nowhere = t(-1, -math.inf, -1, -1)
     got = importance_weights(nowhere, behaviour, ROW_T, 2, mode="token_truncate", clip_max=2)
     assert got.tolist() == [1, 1, 1, 1], "neither policy gives it: nothing to correct"
-    assert placeholder_rows(behaviour, ROW_T, 2).tolist() == [True, False]
-    assert placeholder_rows(t(-1, -2, -3, math.nan), ROW_T, 2).tolist() == [False, True]
 
 
 def test_a_missing_log_probability_is_never_a_weight_of_one() -> None:

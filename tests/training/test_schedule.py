@@ -190,9 +190,21 @@ def test_a_schedule_runs_over_all_adapters_steps_offline(
     assert rates == pytest.approx(wanted, abs=1e-9)
 
 
-def test_online_the_schedule_runs_over_the_rounds(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "wanted"),
+    [(0, (1e-3, 7.5e-4, 5e-4, 2.5e-4)), (2, (5e-4, 5e-4, 1e-3, 5e-4))],
+)
+def test_online_the_schedule_runs_over_the_rounds(
+    warmup: int, wanted: tuple[float, ...], model_dir: Path, tmp_path: Path
+) -> None:
+    """The first round of a warm-up, whose step size would be 0, takes that of the second."""
     learner = make_learner(
-        model_dir, tmp_path, lr_scheduler_type="linear", iterations=4, online_learning_rate=1e-3
+        model_dir,
+        tmp_path,
+        lr_scheduler_type="linear",
+        warmup_steps=warmup,
+        iterations=4,
+        online_learning_rate=1e-3,
     )
     rates = watch_rates(learner)
     rows = recorded(learner, [r for r in make_rows(episodes=2) if r.adapter == "router"])
@@ -200,7 +212,7 @@ def test_online_the_schedule_runs_over_the_rounds(model_dir: Path, tmp_path: Pat
         learner,
         [make_work(learner, rows, iteration=i, order=[["router"]]) for i in range(1, 5)],
     )
-    assert rates == pytest.approx([r for r in (1e-3, 7.5e-4, 5e-4, 2.5e-4) for _ in range(2)])
+    assert rates == pytest.approx([rate for rate in wanted for _ in range(2)])
 
 
 @pytest.mark.parametrize(
