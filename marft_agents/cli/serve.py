@@ -79,6 +79,25 @@ def _say(line: str) -> None:
 @click.option(
     "--start-timeout", type=float, default=600.0, show_default=True, help="Seconds for the engine."
 )
+@click.option(
+    "--record",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Record calls to /episodes/<id>/agents/<name>/v1 into this folder.",
+)
+@click.option(
+    "--record-all",
+    is_flag=True,
+    help="Record every call, also of apps that record themselves; each must name its episode.",
+)
+@click.option(
+    "--episode-idle-timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    help="Without a call for so long, a recorded episode ends as failed in the log.",
+)
 def command(**options: Any) -> None:
     """Serve every agent in ADAPTERS by its name, each from its current adapter version.
 
@@ -103,6 +122,9 @@ def command(**options: Any) -> None:
         logprobs_mode=options["logprobs_mode"],
         probe_tolerance=options["probe_tolerance"],
         start_timeout_s=options["start_timeout"],
+        record=options["record"],
+        record_all=options["record_all"],
+        episode_idle_s=options["episode_idle_timeout"],
     )
     try:
         serve(settings, _say)

@@ -2,7 +2,7 @@
 
 Invariant: only the routes below answer. A request reaches the engine under the name of one probed
 adapter version or not at all; the bare base is never a substitute. What the engine answers passes
-unchanged, but for the model name that was asked for.
+unchanged, but for the model name that was asked for. Recording a call changes nothing of that.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import anyio
 import httpx
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -28,6 +29,8 @@ from marft_agents.errors import MarftError
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
+from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
+from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import (
     Refusal,
     read_limited,
@@ -72,13 +75,20 @@ class _Relay(StreamingResponse):
 
 
 class Gateway:
-    """Routes, alias table and engine connection of one ``serve``."""
+    """Routes, alias table and engine connection of one ``serve``, and its ``recording`` if any."""
 
-    def __init__(self, swapper: Swapper, upstream: Upstream, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        swapper: Swapper,
+        upstream: Upstream,
+        settings: GatewaySettings,
+        recording: Recording | None = None,
+    ) -> None:
         self.swapper = swapper
         self.aliases: Aliases = swapper.aliases
         self.upstream = upstream
         self.settings = settings
+        self.recording = recording
         self._restoring: dict[str, asyncio.Task[None]] = {}
 
     def app(self) -> Starlette:
@@ -86,16 +96,19 @@ class Gateway:
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+            recording = self.recording.running() if self.recording else contextlib.nullcontext()
             try:
-                yield
+                async with recording:
+                    yield
             finally:
                 await self.upstream.close()
 
         routes = [
-            HttpRoute("/v1/chat/completions", self._generate, methods=["POST"]),
-            HttpRoute("/v1/completions", self._generate, methods=["POST"]),
+            HttpRoute(CHAT, self._generate, methods=["POST"]),
+            HttpRoute(TEXT, self._generate, methods=["POST"]),
             HttpRoute("/v1/models", self._models, methods=["GET"]),
             HttpRoute("/health", self._health, methods=["GET"]),
+            *self._recording_routes(),
             *control_routes(self.swapper, self.settings.operator_key),
         ]
         handlers: dict[Any, Any] = {
@@ -106,6 +119,15 @@ class Gateway:
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
         app.router.redirect_slashes = False
         return app
+
+    def _recording_routes(self) -> Sequence[HttpRoute]:
+        key = self.settings.api_key
+        if self.recording is None:
+            return closed_routes(key)
+        return [
+            *agent_routes(self._generate, self._models),
+            *episode_routes(self.recording, lambda: self.aliases.agents, key),
+        ]
 
     # -- answers ---------------------------------------------------------------------------
 
@@ -142,23 +164,42 @@ class Gateway:
     async def _generate(self, request: Request) -> Response:
         require_api_key(request, self.settings.api_key)
         body = _parse(await read_limited(request, self.settings.max_body))
+        body, watch = watched(self.recording, request, body, self.upstream.url + CHAT)
+        try:
+            return await self._answer(request, body, watch)
+        except Refusal as refusal:
+            watch.begin(refusal.status, {})
+            watch.feed(bytes(refusal.response().body))
+            watch.over()
+            refusal.headers |= watch.headers
+            raise
+        except BaseException as error:
+            left = isinstance(error, ClientDisconnect)
+            watch.over("the client left before the reply" if left else type(error).__name__)
+            raise
+
+    async def _answer(self, request: Request, body: dict[str, Any], watch: Watch) -> Response:
         asked = body.get("model")
         route = self._resolve(asked)
         self.aliases.begin(route)
         handed_over = False
         try:
-            sent = json.dumps(body | {"model": route.name}).encode()
+            sent = json.dumps(watch.outgoing(body) | {"model": route.name}).encode()
             response = await self._send(request, sent, route)
+            headers = self._headers(response, route)
+            watch.begin(response.status_code, Headers(headers))
+            headers |= watch.headers
             try:
                 if _is_stream(response):
                     handed_over = True
-                    return self._relay(response, route, str(asked))
+                    return self._relay(response, route, str(asked), headers, watch)
                 content = await self.upstream.read(response, request)
             finally:
                 if not handed_over:
                     await response.aclose()
-            headers = self._headers(response, route)
-            content = rewrite_json(content, route.name, str(asked))
+            watch.feed(content)
+            watch.over()
+            content = rewrite_json(content, route.name, str(asked), watch.hidden)
             return Response(content, response.status_code, headers=headers)
         finally:
             if not handed_over:
@@ -183,7 +224,7 @@ class Gateway:
         raise Refusal(404, message, code="model_not_found")
 
     async def _send(self, request: Request, body: bytes, route: Route) -> httpx.Response:
-        path = request.url.path
+        path = TEXT if request.url.path == TEXT else CHAT
         response = await self.upstream.post(path, body, request)
         if response.status_code == 404:
             # An engine that was restarted behind our back knows no adapter any more.
@@ -221,21 +262,30 @@ class Gateway:
             headers["X-Marft-Sampling-Defaults"] = json.dumps(dict(self.settings.sampling_defaults))
         return headers
 
-    def _relay(self, response: httpx.Response, route: Route, asked: str) -> Response:
+    def _relay(
+        self,
+        response: httpx.Response,
+        route: Route,
+        asked: str,
+        headers: dict[str, str],
+        watch: Watch,
+    ) -> Response:
         async def chunks() -> AsyncIterator[bytes]:
             try:
-                raw = self.upstream.stream(response)
-                async for chunk in rewrite_stream(raw, route.name, asked):
+                raw = watch.tee(self.upstream.stream(response))
+                async for chunk in rewrite_stream(raw, route.name, asked, watch.hidden):
                     yield chunk
             except Refusal as refusal:
+                watch.over(refusal.message)
                 # The status is out; an error event keeps this from looking like a whole reply.
                 yield b"data: " + bytes(refusal.response().body) + b"\n\n"
 
         async def close() -> None:
+            watch.over()
             self.aliases.end(route)
             await response.aclose()
 
-        headers = self._headers(response, route) | {"X-Accel-Buffering": "no"}
+        headers = headers | {"X-Accel-Buffering": "no"}
         return _Relay(chunks(), response.status_code, headers, on_close=close)
 
 

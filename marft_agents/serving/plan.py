@@ -55,6 +55,10 @@ class ServeSettings:
     """What the engine at ``server`` reports; one started here always reports processed ones."""
     probe_tolerance: float = TOLERANCE
     start_timeout_s: float = 600.0
+    record: Path | None = None
+    """Folder for the log of calls that clients ask to be recorded; ``None`` records nothing."""
+    record_all: bool = False
+    episode_idle_s: float = 3600.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ def check_settings(settings: ServeSettings) -> None:
             f"--max-lora-rank {settings.max_lora_rank} is not one of"
             f" {' '.join(map(str, ALLOWED_MAX_RANKS))}"
         )
+    if settings.record_all and settings.record is None:
+        raise ConfigError("--record-all says which calls to record; say where, too: --record DIR")
+    if settings.record is not None:
+        _check_writable(settings.record)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--record {folder} cannot be written ({error.strerror or error}); name a folder that"
+            " this user may write to"
+        ) from error
 
 
 def _publish_missing(

@@ -21,6 +21,7 @@ class Refusal(Exception):
         self.status = status
         self.message = message
         self.code = code
+        self.headers: dict[str, str] = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
     def response(self) -> JSONResponse:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -30,8 +31,7 @@ class Refusal(Exception):
             "param": None,
             "code": self.code,
         }
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse({"error": error}, self.status, headers=headers)
+        return JSONResponse({"error": error}, self.status, headers=self.headers)
 
 
 def same_secret(given: str | None, wanted: str) -> bool:
@@ -51,12 +51,35 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+_IDENTITY = "marft:"
+
+
+def bearer_token(request: Request) -> str | None:
+    """What follows ``Bearer`` in the Authorization header."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def split_key(token: str) -> tuple[str, str | None]:
+    """``("KEY", "agent=a")`` for ``KEY:marft:agent=a``; the second is ``None`` without that part.
+
+    A token may be the part alone, where no key is asked for.
+    """
+    if token.startswith(_IDENTITY):
+        return "", token.removeprefix(_IDENTITY)
+    key, mark, identity = token.rpartition(f":{_IDENTITY}")
+    return (key, identity) if mark else (token, None)
+
+
 def require_api_key(request: Request, api_key: str | None) -> None:
     """Refuse a request without the bearer key, when there is one."""
     if api_key is None:
         return
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not same_secret(token.strip(), api_key):
+    token = bearer_token(request)
+    if token is not None and same_secret(token, api_key):
+        return
+    key, identity = split_key(token or "")
+    if identity is None or not same_secret(key, api_key):
         raise Refusal(401, "wrong or missing API key; send it as Authorization: Bearer <key>")
 
 

@@ -1,21 +1,29 @@
-"""Put the name that was asked for back into what the engine answers.
+"""Put the name that was asked for back into what the engine answers, and hide what was not.
 
 Invariant: only the top-level ``model`` of a reply or of a stream's ``data:`` line changes, and
-only where it is the engine's name for the version. Every other byte of a stream passes as it came,
-each line as soon as it is complete.
+only where it is the engine's name for the version; token fields that the gateway asked for on its
+own account read as where nobody asked. Every other byte of a stream passes as it came, each line
+as soon as it is complete.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any, cast
 
 _DATA = b"data:"
+NOTHING: frozenset[str] = frozenset()
 
 
-def rewrite_json(body: bytes, engine_name: str, asked: str) -> bytes:
-    """The JSON body with its model renamed; anything else as it is."""
+def rewrite_json(
+    body: bytes, engine_name: str, asked: str, hidden: Collection[str] = NOTHING
+) -> bytes:
+    """The JSON body with its model renamed; anything else as it is.
+
+    ``hidden``: of ``token_ids`` and ``logprobs``, what the client is not to see. A chunk that only
+    carried such fields becomes empty.
+    """
     try:
         value: Any = json.loads(body)
     except ValueError:
@@ -25,29 +33,73 @@ def rewrite_json(body: bytes, engine_name: str, asked: str) -> bytes:
     fields = cast("dict[str, Any]", value)
     if fields.get("model") != engine_name:
         return body
+    if hidden:
+        if "token_ids" in hidden and _is_bare(fields):
+            return b""
+        _hide(fields, hidden)
     return json.dumps(fields | {"model": asked}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def rewrite_line(line: bytes, engine_name: str, asked: str) -> bytes:
-    """One line of a server-sent event, line ending included."""
+def _choices(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    choices: Any = fields.get("choices")
+    listed = cast("list[Any]", choices) if isinstance(choices, list) else []
+    return [cast("dict[str, Any]", choice) for choice in listed if isinstance(choice, dict)]
+
+
+def _hide(fields: dict[str, Any], hidden: Collection[str]) -> None:
+    """Fields keep their place and lose their value: so engines write what nobody asked for."""
+    if "token_ids" in hidden and "prompt_token_ids" in fields:
+        fields["prompt_token_ids"] = None
+    for choice in _choices(fields):
+        for name in hidden:
+            if name in choice:
+                choice[name] = None
+
+
+def _is_bare(fields: dict[str, Any]) -> bool:
+    """A chunk without any text, which vLLM sends only to somebody who asked for token ids."""
+    choices = _choices(fields)
+    return (
+        bool(choices)
+        and not fields.get("usage")
+        and all(
+            choice.get("delta") == {} and choice.get("finish_reason") is None for choice in choices
+        )
+    )
+
+
+def rewrite_line(
+    line: bytes, engine_name: str, asked: str, hidden: Collection[str] = NOTHING
+) -> bytes:
+    """One line of a server-sent event, line ending included; empty when nothing of it is left."""
     if not line.startswith(_DATA) or engine_name.encode() not in line:
         return line
     payload = line[len(_DATA) :]
     text = payload.strip()
     lead = payload[: len(payload) - len(payload.lstrip())]
     tail = payload[len(payload.rstrip()) :]
-    return _DATA + lead + rewrite_json(text, engine_name, asked) + tail
+    renamed = rewrite_json(text, engine_name, asked, hidden)
+    return _DATA + lead + renamed + tail if renamed else b""
 
 
 async def rewrite_stream(
-    chunks: AsyncIterator[bytes], engine_name: str, asked: str
+    chunks: AsyncIterator[bytes], engine_name: str, asked: str, hidden: Collection[str] = NOTHING
 ) -> AsyncIterator[bytes]:
-    """Chunks of an event stream, renamed line by line; only an unfinished line is held back."""
+    """Chunks of an event stream, rewritten line by line; only an unfinished line is held back."""
     rest = b""
+    dropped = False  # the event before: the blank line that ends it goes with it
     async for chunk in chunks:
         lines = (rest + chunk).split(b"\n")
         rest = lines.pop()
-        if lines:
-            yield b"".join(rewrite_line(line + b"\n", engine_name, asked) for line in lines)
+        out: list[bytes] = []
+        for line in lines:
+            if dropped and not line.strip():
+                dropped = False
+                continue
+            rewritten = rewrite_line(line + b"\n", engine_name, asked, hidden)
+            dropped = not rewritten
+            out.append(rewritten)
+        if written := b"".join(out):
+            yield written
     if rest:
-        yield rewrite_line(rest, engine_name, asked)
+        yield rewrite_line(rest, engine_name, asked, hidden)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 import uvicorn
 
 from marft_agents.errors import ConfigError, EngineError, MarftError
+from marft_agents.recording import MarftRecorder
 from marft_agents.serving.aliases import Aliases
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import (
@@ -28,9 +29,12 @@ from marft_agents.serving.commands import (
 )
 from marft_agents.serving.control import ensure_operator_key
 from marft_agents.serving.gateway import Gateway, GatewaySettings
+from marft_agents.serving.identity import BY_URL
 from marft_agents.serving.loader import Loader
 from marft_agents.serving.plan import Plan, Say, ServeSettings, check_settings, make_plan
 from marft_agents.serving.process import EngineProcess, free_port
+from marft_agents.serving.recording import Recording
+from marft_agents.serving.resume import recent_episodes
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 
@@ -154,13 +158,27 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _announce(address: str, aliases: Aliases, say: Say) -> None:
+def _announce(address: str, aliases: Aliases, settings: ServeSettings, say: Say) -> None:
     width = max(len(route.agent) for route in aliases.routes())
     say("")
     for route in aliases.routes():
         say(f"  {route.agent:<{width}}  v{route.version}")
     say("")
+    if settings.record is not None:
+        what = "every call" if settings.record_all else f"calls to {address}{BY_URL}"
+        say(f"recording {what} into {settings.record}")
     say(f"ready: base_url {address}/v1, model = the agent's name")
+
+
+def _recording(settings: ServeSettings) -> Recording | None:
+    if settings.record is None:
+        return None
+    return Recording(
+        MarftRecorder(settings.record, inject="always", raise_errors=False),
+        record_all=settings.record_all,
+        idle_s=settings.episode_idle_s,
+        resumable=recent_episodes(settings.record, settings.episode_idle_s),
+    )
 
 
 def _gateway_settings(settings: ServeSettings, operator_key: str) -> GatewaySettings:
@@ -210,10 +228,15 @@ def serve(settings: ServeSettings, say: Say) -> None:
             aliases = _load_all(loader, plan, say)
             death = _death_of(process)
             upstream = Upstream(url, death=death, api_key=settings.server_api_key)
-            gateway = Gateway(Swapper(loader, aliases), upstream, _gateway_settings(settings, key))
+            gateway = Gateway(
+                Swapper(loader, aliases),
+                upstream,
+                _gateway_settings(settings, key),
+                _recording(settings),
+            )
             server = _Server(
                 _uvicorn_config(gateway),
-                ready=lambda: _announce(address, aliases, say),
+                ready=lambda: _announce(address, aliases, settings, say),
                 death=death,
                 say=say,
             )

@@ -70,6 +70,8 @@ class FakeEngine:
     chunks: int = 4
     gate: threading.Semaphore | None = None
     """When set, every chunk of a stream and every whole reply waits for one permit."""
+    replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Messages to answer with next; a text of its own otherwise."""
     release: threading.Event = field(default_factory=threading.Event)
     """Ends every hang."""
     gone: threading.Event = field(default_factory=threading.Event)
@@ -222,16 +224,35 @@ class _Handler(BaseHTTPRequestHandler):
         elif fake.faults.generate_status != 200:
             self._error(fake.faults.generate_status, "EngineCore encountered an issue")
         elif body.get("stream"):
-            self._stream(model)
+            self._stream(body)
         else:
             fake.started.set()
             if fake.gate is not None:
                 self._wait_or_leave()
-            self._answer(200, self._reply(model))
+            self._answer(200, self._reply(body))
 
-    def _reply(self, model: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": f'says "model":"{model}"'}
-        return {"id": "chatcmpl-1", "model": model, "choices": [{"index": 0, "message": message}]}
+    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        model, n = body["model"], int(body.get("n") or 1)
+        choices: list[dict[str, Any]] = []
+        for index in range(n):
+            message: dict[str, Any] = {"role": "assistant", "content": f'says "model":"{model}"'}
+            message |= self.fake.replies.pop(0) if self.fake.replies else {}
+            ids = [10 * index + k for k in range(3)]
+            choices.append(
+                {"index": index, "message": message, "finish_reason": "stop"} | _tokens(body, ids)
+            )
+        return {
+            "id": self._id(),
+            "model": model,
+            "choices": choices,
+            "usage": {"completion_tokens": 3 * n},
+            "prompt_token_ids": [1, 2] if body.get("return_token_ids") else None,
+        }
+
+    def _id(self) -> str:
+        """Like the real engines, after the request's own id."""
+        given = self.headers.get("X-Request-Id")
+        return f"chatcmpl-{given or len(self.fake.seen)}"
 
     def _score(self, body: dict[str, Any]) -> None:
         ids: list[int] = body["prompt"]
@@ -253,8 +274,8 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.connection.setblocking(True)
 
-    def _stream(self, model: str) -> None:
-        fake = self.fake
+    def _stream(self, body: dict[str, Any]) -> None:
+        fake, model, name = self.fake, body["model"], self._id()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Connection", "close")
@@ -265,14 +286,39 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if fake.gate is not None:
                 self._wait_or_leave()
-            delta = {"index": 0, "delta": {"content": f"w{i} "}, "token_ids": [i]}
-            chunk = {"id": "chatcmpl-1", "model": model, "choices": [delta]}
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            for chunk in self._chunks(body, i):
+                data = {"id": name, "model": model} | chunk
+                self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
             self.wfile.flush()
             fake.started.set()
         self.wfile.write(b"data: [DONE]\n\n")
         fake.events.append(f"stream ended {model}")
         self.close_connection = True
+
+    def _chunks(self, body: dict[str, Any], i: int) -> list[dict[str, Any]]:
+        """One token's chunks; whoever asks for ids also gets one without text, as from vLLM."""
+        ids: list[int] = [1, 2]
+        asked = bool(body.get("return_token_ids"))
+        out: list[dict[str, Any]] = []
+        if i == 0:
+            opening = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            out.append({"choices": [opening], "prompt_token_ids": ids if asked else None})
+        if asked and i == 1:
+            bare = {"index": 0, "delta": {}, "finish_reason": None} | _tokens(body, [100])
+            out.append({"choices": [bare]})
+        ended = "stop" if i == self.fake.chunks - 1 else None
+        choice = {"index": 0, "delta": {"content": f"w{i} "}, "finish_reason": ended}
+        out.append({"choices": [choice | _tokens(body, [i])]})
+        return out
+
+
+def _tokens(body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """Fields that hold nothing unless they were asked for."""
+    content = [{"token": str(i), "logprob": -0.5 - 0.01 * i} for i in ids]
+    return {
+        "logprobs": {"content": content} if body.get("logprobs") else None,
+        "token_ids": ids if body.get("return_token_ids") else None,
+    }
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from marft_agents.serving.client import EngineClient
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits, Loader
+from marft_agents.serving.recording import Recording
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.registry.bases import make_adapter, make_base
@@ -134,6 +135,7 @@ def running_stage(
     wait_for_drain_s: float = 10.0,
     read_timeout_s: float = 30.0,
     max_body: int = 4096,
+    recording: Recording | None = None,
 ) -> Generator[Stage]:
     """Load what the registry says is current and serve it."""
     dead: list[str] = []
@@ -154,7 +156,7 @@ def running_stage(
         )
         swapper = Swapper(loader, aliases, wait_for_drain_s=wait_for_drain_s)
         settings = GatewaySettings(OPERATOR_KEY, api_key=api_key, max_body=max_body)
-        gateway = Gateway(swapper, upstream, settings)
+        gateway = Gateway(swapper, upstream, settings, recording)
         with (
             running_app(gateway.app()) as url,
             httpx.Client(timeout=10, verify=tls()) as http,

@@ -214,8 +214,9 @@ def test_stream_chunks_arrive_one_by_one_with_the_asked_name(stage: Stage) -> No
                 # The engine writes the next chunk only after this one was read here.
                 stage.engine.gate.release()
     assert done
-    assert [c["model"] for c in seen] == ["router"] * 4
-    assert [c["choices"][0]["token_ids"] for c in seen] == [[0], [1], [2], [3]]
+    assert [c["model"] for c in seen] == ["router"] * 5
+    said = [c["choices"][0]["delta"]["content"] for c in seen]
+    assert said == ["", "w0 ", "w1 ", "w2 ", "w3 "]
 
 
 def test_a_client_that_leaves_a_stream_is_noticed_upstream(stage: Stage) -> None:

@@ -1,0 +1,179 @@
+"""Episodes and rewards over HTTP.
+
+Invariant: these routes ask for the same API key as every other, take small JSON objects only, and
+refuse a field they do not know instead of ignoring it. They exist with ``--record`` alone; without
+it they say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, cast, get_args
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as HttpRoute
+
+from marft_agents.recording.episode import reward_event
+from marft_agents.schema import EndReason, JsonDict
+from marft_agents.serving.episodes import GatewayEpisode
+from marft_agents.serving.identity import checked_agent, checked_episode
+from marft_agents.serving.recording import CHAT, Recording
+from marft_agents.serving.refusals import Refusal, read_limited, require_api_key
+
+Handler = Callable[[Request], Awaitable[Response]]
+AGENT_PATHS = ("/episodes/{episode}/agents/{agent}", "/episodes/{episode}", "/agents/{agent}")
+_MAX_BODY = 1024 * 1024
+_OFF = (
+    "this server records nothing, so {path} does not exist; start it with --record DIR, or use"
+    " base_url http://.../v1"
+)
+
+
+def agent_routes(generate: Handler, models: Handler) -> list[HttpRoute]:
+    """The chat route and the model list below every address that names an agent or an episode."""
+    routes: list[HttpRoute] = []
+    for prefix in AGENT_PATHS:
+        routes.append(HttpRoute(f"{prefix}{CHAT}", generate, methods=["POST"]))
+        routes.append(HttpRoute(f"{prefix}/v1/models", models, methods=["GET"]))
+    return routes
+
+
+def closed_routes(api_key: str | None) -> list[HttpRoute]:
+    """The same addresses at a server that does not record: a refusal with the cure."""
+
+    async def refuse(request: Request) -> Response:
+        require_api_key(request, api_key)
+        raise Refusal(404, _OFF.format(path=request.url.path))
+
+    paths = ["/episodes", *(f"{prefix}{{rest:path}}" for prefix in AGENT_PATHS)]
+    return [HttpRoute(path, refuse, methods=["GET", "POST"]) for path in paths]
+
+
+def episode_routes(
+    recording: Recording, agents: Callable[[], list[str]], api_key: str | None
+) -> list[HttpRoute]:
+    """Begin, score, end and look at episodes. ``agents``: names that are served."""
+    episodes = recording.episodes
+
+    async def begin(request: Request) -> Response:
+        require_api_key(request, api_key)
+        body = await _fields(request, {"id", "task", "metadata", "agents"})
+        wanted = body.get("id")
+        metadata = body.get("metadata")
+        if wanted is not None and not isinstance(wanted, str):
+            raise Refusal(422, "id is a text, or left out")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise Refusal(422, "metadata is a JSON object, or left out")
+        names = _names(body.get("agents")) or agents()
+        live = episodes.begin(
+            wanted if wanted is None else checked_episode(wanted),
+            body.get("task"),
+            cast("JsonDict", metadata or {}),
+        )
+        return JSONResponse(_addresses(request, live, names), 201)
+
+    async def end(request: Request) -> Response:
+        require_api_key(request, api_key)
+        body = await _fields(request, {"reason", "detail"})
+        reason, detail = body.get("reason", "terminated"), body.get("detail")
+        if reason not in get_args(EndReason):
+            raise Refusal(422, f"reason is one of {', '.join(get_args(EndReason))}")
+        if detail is not None and not isinstance(detail, str):
+            raise Refusal(422, "detail is a text, or left out")
+        live = episodes.end(_episode(request), cast("EndReason", reason), detail)
+        return JSONResponse(_state(live))
+
+    async def reward(request: Request) -> Response:
+        require_api_key(request, api_key)
+        name = _episode(request)
+        body = await _fields(request, {"value", "agent", "turn_id", "source"})
+        if "value" not in body:
+            raise Refusal(422, 'send {"value": <number>}; null means not scored')
+        source = body.get("source", "app")
+        if not isinstance(source, str) or not source:
+            raise Refusal(422, "source is a text, or left out")
+        agent, turn_id = body.get("agent"), body.get("turn_id")
+        event = reward_event(
+            recording.core, name, body["value"], agent=agent, turn_id=turn_id, source=source
+        )
+        recording.core.emit(event)
+        if event.refused is not None:
+            raise Refusal(
+                422,
+                f"the reward is refused: {event.refused}; send a finite number, a truth value, or"
+                " null for not scored, and names as text",
+            )
+        live = episodes.get(name)
+        known = live is not None and turn_id in (None, *live.turn_ids())
+        return JSONResponse({"episode": name, "value": event.value, "known": known})
+
+    async def look(request: Request) -> Response:
+        require_api_key(request, api_key)
+        name = _episode(request)
+        live = episodes.get(name)
+        if live is None:
+            raise Refusal(404, f"no episode {name!r} has begun at this server")
+        return JSONResponse(_state(live))
+
+    return [
+        HttpRoute("/episodes", begin, methods=["POST"]),
+        HttpRoute("/episodes/{episode}", look, methods=["GET"]),
+        HttpRoute("/episodes/{episode}/end", end, methods=["POST"]),
+        HttpRoute("/episodes/{episode}/rewards", reward, methods=["POST"]),
+    ]
+
+
+def _episode(request: Request) -> str:
+    return checked_episode(str(request.path_params["episode"]))
+
+
+async def _fields(request: Request, known: set[str]) -> JsonDict:
+    """The request's JSON object; an empty body is an empty one."""
+    data = await read_limited(request, _MAX_BODY)
+    try:
+        body: Any = json.loads(data) if data.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "the request body is no valid JSON") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, "the request body is no JSON object")
+    fields = cast("JsonDict", body)
+    if unknown := sorted(fields.keys() - known):
+        raise Refusal(
+            422, f"unknown field {unknown[0][:40]!r}; the fields are {', '.join(sorted(known))}"
+        )
+    return fields
+
+
+def _names(value: Any) -> list[str]:
+    if value is None:
+        return []
+    listed = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in listed):
+        raise Refusal(422, "agents is a list of names, or left out")
+    return [checked_agent(name) for name in listed]
+
+
+def _addresses(request: Request, live: GatewayEpisode, agents: list[str]) -> JsonDict:
+    root = str(request.base_url).rstrip("/")
+    return {
+        "id": live.id,
+        "base_url": f"{root}/episodes/{live.id}/v1",
+        "base_urls": {
+            agent: f"{root}/episodes/{live.id}/agents/{quote(agent, safe='')}/v1"
+            for agent in agents
+        },
+    }
+
+
+def _state(live: GatewayEpisode) -> JsonDict:
+    reason, detail = live.ended or (None, None)
+    return {
+        "id": live.id,
+        "ended": reason,
+        "detail": detail,
+        "calls_under_way": live.in_flight,
+        "turns": live.turns,
+    }

@@ -1,0 +1,151 @@
+"""The gateway as a recorder: calls of any client become turns, without code in the client.
+
+Invariant: a call is recorded when its address, its API key or ``X-Marft-Record`` says so (with
+``--record-all``, always), and never twice. Attempts of one call are one turn, for clients that show
+that they retry. A failure here leaves the call unrecorded and answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncGenerator, Mapping
+
+import httpx
+from starlette.requests import Request
+
+from marft_agents.recording import MarftRecorder
+from marft_agents.recording.exchange import Exchange
+from marft_agents.schema import Episode, JsonDict
+from marft_agents.serving.episodes import Episodes, GatewayEpisode
+from marft_agents.serving.identity import Caller, caller_of
+from marft_agents.serving.refusals import Refusal, bearer_token, split_key
+from marft_agents.serving.tool_results import note_tools
+from marft_agents.serving.watch import HttpCall, Recorded, Watch
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+_SWEEP_S = 15.0
+
+
+def _not_recorded(reason: str) -> Watch:
+    return Watch({"X-Marft-Recorded": f"no; {reason}"})
+
+
+class Recording:
+    """What every recorded call of one gateway shares."""
+
+    def __init__(
+        self,
+        recorder: MarftRecorder,
+        *,
+        record_all: bool = False,
+        idle_s: float = 3600.0,
+        resumable: Mapping[str, Episode] | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.core = recorder.core
+        self.all = record_all
+        self.episodes = Episodes(self.core, idle_s=idle_s, resumable=resumable)
+        self._sweep_s = min(_SWEEP_S, idle_s / 4)
+
+    def watch(self, request: Request, body: JsonDict, caller: Caller, url: str) -> Watch:
+        """Begin to record a call; ``url`` is where the engine will be asked."""
+        with self.core.safety.guard("record a call"):
+            assert caller.episode is not None and caller.agent is not None
+            episode = self.episodes.use(caller.episode)
+            if episode is None:
+                reason = f"the episode {caller.episode} has ended"
+                self.core.safety.warn_once(
+                    ("ended", caller.episode),
+                    f"marft-agents: a call of agent {caller.agent!r} came after its episode"
+                    f" {caller.episode!r} was ended; it is answered and not recorded",
+                )
+                return _not_recorded(reason)
+            return self._recorded(request, body, caller, episode, url)
+        return _not_recorded("the recorder failed, see the server's output")
+
+    def _recorded(
+        self,
+        request: Request,
+        body: JsonDict,
+        caller: Caller,
+        episode: GatewayEpisode,
+        url: str,
+    ) -> Recorded:
+        assert caller.agent is not None
+        key = _attempts_key(request, body, caller.agent)
+        call = episode.held(key) if key is not None else None
+        if call is not None and not _tries_again(request):
+            call.finish()
+            call = None
+        if not isinstance(call, HttpCall):
+            note_tools(episode, caller.agent, body.get("messages"))
+            n = body.get("n")
+            choices = n if isinstance(n, int) and n > 0 else 1
+            call = HttpCall(episode, caller.agent, caller.kind, key, choices)
+        secret, _ = split_key(bearer_token(request) or "")  # kept out of what errors quote
+        asked = httpx.Request("POST", url, headers=[(b"authorization", secret.encode("latin-1"))])
+        return Recorded(episode, call, Exchange(call, asked, body))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Sweep while the gateway runs; write everything when it stops."""
+
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(self._sweep_s)
+                with self.core.safety.guard("end idle episodes"):
+                    self.episodes.sweep()
+
+        sweeper = asyncio.create_task(sweep())
+        try:
+            yield
+        finally:
+            sweeper.cancel()
+            with self.core.safety.guard("log what is held back"):
+                self.episodes.close()
+            await asyncio.to_thread(self.recorder.close)
+
+
+def watched(
+    recording: Recording | None, request: Request, body: JsonDict, url: str
+) -> tuple[JsonDict, Watch]:
+    """Begin to record a request, if it is to be; without a model, its agent's name is the model.
+
+    Raises:
+        Refusal: for a request that asks to be recorded in a way that cannot work.
+    """
+    caller = caller_of(request, record_all=recording is not None and recording.all)
+    if not caller.recorded:
+        return body, Watch()
+    if recording is None:
+        raise Refusal(
+            400, "this server records nothing; start it with --record DIR, or do not ask for it"
+        )
+    if request.url.path == TEXT:
+        raise Refusal(400, f"text completions are not recorded; use {CHAT}")
+    if caller.agent is not None and body.get("model") is None:
+        body = body | {"model": caller.agent}
+    caller = caller.named(body.get("model"))
+    if caller.agent is None:
+        return body, Watch()  # it names no model: refused next
+    return body, recording.watch(request, body, caller, url)
+
+
+def _attempts_key(request: Request, body: JsonDict, agent: str) -> str | None:
+    """What the attempts of one call have in common, for clients that show that they retry."""
+    for name in ("x-marft-call", "idempotency-key"):
+        if value := request.headers.get(name):
+            return f"{agent} {name} {value}"
+    if "x-stainless-retry-count" not in request.headers:
+        return None
+    digest = hashlib.sha256(repr(body).encode("utf-8", "backslashreplace")).hexdigest()
+    return f"{agent} {digest}"
+
+
+def _tries_again(request: Request) -> bool:
+    if request.headers.get("x-marft-call") or request.headers.get("idempotency-key"):
+        return True
+    return request.headers.get("x-stainless-retry-count") not in (None, "0")
