@@ -138,9 +138,6 @@ class Turn(Event):
     """True when something was masked before the disk; ids that spelled it out are gone."""
     error: str | None = None
 
-    def _ids(self) -> tuple[list[int], list[int]]:
-        return self.prompt_token_ids or [], self.token_ids or []
-
     @property
     def untrainable_reason(self) -> str | None:
         """Why no policy update may use this turn; ``None`` when it can be trained on."""
@@ -157,7 +154,7 @@ class Turn(Event):
             (not self.prompt_token_ids, "no prompt token ids"),
             (not self.token_ids, "no sampled token ids"),
             (
-                any(min(ids) < 0 or max(ids) >= 2**31 for ids in self._ids() if ids),
+                not (_are_ids(self.prompt_token_ids) and _are_ids(self.token_ids)),
                 "a token id is out of any vocabulary",
             ),
             (self.logprobs is None, "no log-probabilities"),
@@ -166,7 +163,7 @@ class Turn(Event):
                 "token ids and log-probabilities differ in length",
             ),
             (
-                any(not math.isfinite(x) or x > 1e-3 or x <= -9999 for x in self.logprobs or ()),
+                not _are_logprobs(self.logprobs),
                 "a log-probability is not finite, positive or a placeholder",
             ),
             (self.adapter_start != self.adapter_end, "adapter version changed during the call"),
@@ -177,6 +174,16 @@ class Turn(Event):
     @property
     def trainable(self) -> bool:
         return self.untrainable_reason is None
+
+
+def _are_ids(values: list[int] | None) -> bool:
+    return not values or (min(values) >= 0 and max(values) < 2**31)
+
+
+def _are_logprobs(values: list[float] | None) -> bool:
+    if not values:
+        return True
+    return all(map(math.isfinite, values)) and max(values) <= 1e-3 and min(values) > -9999
 
 
 class ToolEvent(Event):

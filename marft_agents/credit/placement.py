@@ -57,9 +57,12 @@ def _place_turn_rewards(
     episode: Episode, order: Sequence[Turn], agent: str | None, out_K: list[float]
 ) -> list[str]:
     """Add the turns' rewards of the team or of one agent; returns what found no place."""
+    rewards = _turn_rewards(episode, agent)
+    if not rewards:
+        return []
     anchor, known = _anchors(order, agent), {t.turn_id for t in order}
     unplaced: list[str] = []
-    for turn_id, value in _turn_rewards(episode, agent).items():
+    for turn_id, value in rewards.items():
         if turn_id not in known:
             unplaced.append(f"turn {turn_id!r} is not in the episode")
         elif turn_id not in anchor:

@@ -1,25 +1,50 @@
 """Which bytes belong to which episode, on disk instead of in memory.
 
 Invariant: memory does not grow with the log. The index is a temporary SQLite database that the
-system deletes when it is closed or the process dies.
+system deletes when it is closed or the process dies. Lines of one episode that follow each other in
+a file are one entry, and entries of one episode that are met soon after each other are one row, so
+the index of a log of many episodes at a time is small too.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from array import array
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from types import TracebackType
 from typing import NamedTuple
 
 from marft_agents.errors import LogError
 
+_LONGEST = 2**20
+"""Bytes of a run of lines; it is read at once."""
+_PENDING = 2**14
+"""Entries that are held before they are written."""
+
 
 class Entry(NamedTuple):
-    """Bytes of one event: ``length`` of them at ``offset`` in the ``file``-th file."""
+    """Whole events: ``length`` bytes at ``offset`` in the ``file``-th file, from ``line`` on.
+
+    ``whole`` is 1 for whole lines, which those of the next line may be joined to, and else 0.
+    """
 
     file: int
     offset: int
     length: int
+    line: int
+    whole: int
+
+
+_FIELDS = len(Entry._fields)
+_FILE, _OFFSET, _LENGTH, _WHOLE = (
+    Entry._fields.index(name) - _FIELDS for name in ("file", "offset", "length", "whole")
+)
+_ALL = (
+    "SELECT part.episode, entries FROM part"
+    " JOIN (SELECT episode, MIN(first) AS met FROM part GROUP BY episode) AS seen"
+    " ON part.episode = seen.episode ORDER BY met, first"
+)
 
 
 class EpisodeIndex:
@@ -36,33 +61,37 @@ class EpisodeIndex:
             self._db.execute("PRAGMA journal_mode = OFF")
             self._db.execute("PRAGMA temp_store = FILE")
             self._db.execute(
-                "CREATE TABLE event (seq INTEGER PRIMARY KEY, episode TEXT NOT NULL,"
-                " file INTEGER NOT NULL, offset INTEGER NOT NULL, length INTEGER NOT NULL)"
+                "CREATE TABLE part (episode BLOB NOT NULL, first INTEGER NOT NULL,"
+                " entries BLOB NOT NULL)"
             )
             self._db.executemany(
-                "INSERT INTO event (episode, file, offset, length) VALUES (?, ?, ?, ?)",
-                ((episode_id, *entry) for episode_id, entry in rows),
+                "INSERT INTO part (episode, first, entries) VALUES (?, ?, ?)", _parts(rows)
             )
-            self._db.execute("CREATE INDEX by_episode ON event (episode, seq)")
+            self._db.execute("CREATE INDEX by_episode ON part (episode, first)")
         except sqlite3.Error as error:
             self.close()
-            raise LogError(
-                f"cannot index the log in the folder for temporary files: {error};"
-                " free some space there, or point SQLITE_TMPDIR at another folder"
-            ) from error
+            raise _full(error) from error
         except BaseException:
             self.close()
             raise
 
+    def episodes(self) -> Iterator[tuple[str, Iterator[Entry]]]:
+        """Every episode with its entries, which are to be used before the next is asked for."""
+        try:
+            for key, rows in groupby(self._db.execute(_ALL), key=lambda row: row[0]):
+                yield key.decode(), (entry for row in rows for entry in _entries(row[1]))
+        except sqlite3.Error as error:
+            raise _full(error) from error
+
     def episode_ids(self) -> Iterator[str]:
-        query = "SELECT episode FROM event GROUP BY episode ORDER BY MIN(seq)"
-        for (episode_id,) in self._db.execute(query):
-            yield episode_id
+        query = "SELECT episode FROM part GROUP BY episode ORDER BY MIN(first)"
+        for (key,) in self._db.execute(query):
+            yield key.decode()
 
     def entries(self, episode_id: str) -> Iterator[Entry]:
-        query = "SELECT file, offset, length FROM event WHERE episode = ? ORDER BY seq"
-        for row in self._db.execute(query, (episode_id,)):
-            yield Entry(*row)
+        query = "SELECT entries FROM part WHERE episode = ? ORDER BY first"
+        for (packed,) in self._db.execute(query, (episode_id.encode(),)):
+            yield from _entries(packed)
 
     def close(self) -> None:
         self._db.close()
@@ -77,3 +106,53 @@ class EpisodeIndex:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _parts(rows: Iterable[tuple[str, Entry]]) -> Iterator[tuple[bytes, int, bytes]]:
+    """Episode, number of its first row in the part, and the part's entries."""
+    pending: dict[str, tuple[int, array[int]]] = {}
+    held = 0
+    for number, (episode_id, entry) in enumerate(rows):
+        known = pending.get(episode_id)
+        if known is None:
+            pending[episode_id] = number, array("q", entry)
+        elif not _join(known[1], entry):
+            known[1].extend(entry)
+        else:
+            continue
+        held += 1
+        if held == _PENDING:
+            yield from _packed(pending)
+            pending, held = {}, 0
+    yield from _packed(pending)
+
+
+def _join(entries: array[int], entry: Entry) -> bool:
+    """Lengthen the last entry by one that follows it in its file, if it does."""
+    length = entries[_LENGTH]
+    if (
+        entries[_OFFSET] + length != entry.offset
+        or not (entry.whole and entries[_WHOLE])
+        or entries[_FILE] != entry.file
+        or length + entry.length > _LONGEST
+    ):
+        return False
+    entries[_LENGTH] = length + entry.length
+    return True
+
+
+def _packed(pending: dict[str, tuple[int, array[int]]]) -> Iterator[tuple[bytes, int, bytes]]:
+    return ((name.encode(), first, held.tobytes()) for name, (first, held) in pending.items())
+
+
+def _entries(packed: bytes) -> Iterator[Entry]:
+    numbers = array("q", packed)
+    for at in range(0, len(numbers), _FIELDS):
+        yield Entry(*numbers[at : at + _FIELDS])
+
+
+def _full(error: sqlite3.Error) -> LogError:
+    return LogError(
+        f"cannot index the log in the folder for temporary files: {error};"
+        " free some space there, or point SQLITE_TMPDIR at another folder"
+    )

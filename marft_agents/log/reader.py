@@ -2,24 +2,42 @@
 
 Invariant: damage costs the damaged lines only, and each is counted with its place. Memory holds
 one episode at a time. Events of one episode may be spread over all files in any order; a reward
-may come before its episode.
+may come before its episode. For episodes a line is parsed once: where it belongs is seen at a
+glance first, and whether it is a record when its episode is read.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from marft_agents.errors import LogError
 from marft_agents.log.fold import fold
 from marft_agents.log.index import Entry, EpisodeIndex
-from marft_agents.log.records import Place, Refusal, Skipped, parse, raw_lines, read_line
+from marft_agents.log.records import (
+    Place,
+    Refusal,
+    Skipped,
+    parse,
+    plain_episode,
+    raw_lines,
+    read_line,
+)
 from marft_agents.schema import AnyEvent, Episode
 
 _MAX_SKIPPED = 100
+_MAX_OPEN = 64
+
+
+class Record(NamedTuple):
+    """An event, and the line of the log that it was read from, without its newline."""
+
+    event: AnyEvent
+    file: Path
+    data: bytes
 
 
 class LogReader:
@@ -43,16 +61,32 @@ class LogReader:
 
     def events(self) -> Iterator[tuple[AnyEvent, Place]]:
         """Every event in file order, duplicates included."""
-        for event, place, _, _ in self._scan():
-            yield event, place
+        self._begin()
+        empty = True
+        for number, path in enumerate(self.files):
+            for event, entry in self._parsed(number, path):
+                empty = False
+                yield event, Place(path, entry.offset, entry.line)
+        if empty:
+            raise self._no_event()
 
     def episodes(self) -> Iterator[Episode]:
         """Every episode, by its first appearance, with its turns by (index, time)."""
-        with self._index() as index:
-            for episode_id in index.episode_ids():
-                episode = self._read(index, episode_id)
-                if episode is not None:
-                    yield episode
+        for episode_id, records in self.records():
+            yield self._fold(episode_id, records)
+
+    def records(self) -> Iterator[tuple[str, list[Record]]]:
+        """Every episode's events as they were written, by its first appearance."""
+        self._begin()
+        empty = True
+        with self._index() as index, _Files(self.files) as files:
+            for episode_id, entries in index.episodes():
+                records = list(self._records(files, episode_id, entries))
+                if records:
+                    empty = False
+                    yield episode_id, records
+        if empty:
+            raise self._no_event()
 
     def episode(self, episode_id: str) -> Episode:
         """One episode by its id.
@@ -60,61 +94,78 @@ class LogReader:
         Raises:
             LogError: no file holds it; the message names ids that look like it.
         """
-        with self._index() as index:
-            episode = self._read(index, episode_id)
-            if episode is not None:
-                return episode
+        self._begin()
+        with self._index() as index, _Files(self.files) as files:
+            records = list(self._records(files, episode_id, index.entries(episode_id)))
+            if records:
+                return self._fold(episode_id, records)
+            if next(index.episode_ids(), None) is None:
+                raise self._no_event()
             raise LogError(
                 f"no episode {episode_id!r} in {self._names()};"
                 f" did you mean {_near(episode_id, index)}?"
             )
 
+    def _begin(self) -> None:
+        self.skipped, self.skipped_count, self.duplicates = [], 0, 0
+
     def _index(self) -> EpisodeIndex:
         return EpisodeIndex(
-            (event.episode_id, Entry(number, place.offset, length))
-            for event, place, number, length in self._scan()
+            row for number, path in enumerate(self.files) for row in self._glanced(number, path)
         )
 
-    def _scan(self) -> Iterator[tuple[AnyEvent, Place, int, int]]:
-        """Yields event, place, number of the file, length in bytes."""
-        self.skipped, self.skipped_count, self.duplicates = [], 0, 0
-        empty = True
-        for number, path in enumerate(self.files):
-            with _open(path) as file:
-                for line in raw_lines(file):
-                    if line.data is None:
-                        self._skip(Place(path, line.offset, line.number), "line too long")
-                        continue
-                    found, lost = read_line(line.data, line.offset)
-                    if lost is not None:
-                        self._skip(Place(path, line.offset, line.number), lost)
-                    for event, offset, length in found:
-                        empty = False
-                        yield event, Place(path, offset, line.number), number, length
-        if empty:
-            first = "".join(f", first {skipped}" for skipped in self.skipped[:1])
-            raise LogError(
-                f"no event in {self._names()}; lines skipped: {self.skipped_count}{first}"
-            )
+    def _glanced(self, number: int, path: Path) -> Iterator[tuple[str, Entry]]:
+        """Where every line belongs; only a line that says so in no plain way is parsed."""
+        with _open(path) as file:
+            for line, offset, data in raw_lines(file):
+                episode_id = None if data is None else plain_episode(data)
+                if episode_id is not None and data is not None:
+                    yield episode_id, Entry(number, offset, len(data), line, 1)
+                    continue
+                for event, entry in self._read(number, path, line, offset, data):
+                    yield event.episode_id, entry
 
-    def _read(self, index: EpisodeIndex, episode_id: str) -> Episode | None:
-        folded = fold(episode_id, self._events_at(index.entries(episode_id)))
-        self.duplicates += folded.duplicates
-        return folded.episode if folded.episode.sources else None
+    def _parsed(self, number: int, path: Path) -> Iterator[tuple[AnyEvent, Entry]]:
+        with _open(path) as file:
+            for line, offset, data in raw_lines(file):
+                yield from self._read(number, path, line, offset, data)
 
-    def _events_at(self, entries: Iterator[Entry]) -> Iterator[tuple[AnyEvent, str]]:
-        with ExitStack() as stack:
-            handles: dict[int, BinaryIO] = {}
-            for number, offset, length in entries:
-                path = self.files[number]
-                if number not in handles:
-                    handles[number] = stack.enter_context(_open(path))
-                handles[number].seek(offset)
-                event = parse(handles[number].read(length))
+    def _read(
+        self, number: int, path: Path, line: int, offset: int, data: bytes | None
+    ) -> Iterator[tuple[AnyEvent, Entry]]:
+        found, lost = ([], "line too long") if data is None else read_line(data, offset)
+        if lost is not None:
+            self._skip(Place(path, offset, line), lost)
+        for event, start, length in found:
+            yield event, Entry(number, start, length, line, 0)
+
+    def _records(
+        self, files: _Files, episode_id: str, entries: Iterable[Entry]
+    ) -> Iterator[Record]:
+        for entry in entries:
+            path, offset = self.files[entry.file], entry.offset
+            data = files.read(entry)
+            if len(data) < entry.length:
+                self._skip(Place(path, offset, entry.line), "changed while being read: cut")
+            for number, line in enumerate(data.split(b"\n"), entry.line):
+                event = parse(line) if line else None
                 if isinstance(event, Refusal):
-                    self._skip(Place(path, offset, 0), f"changed while being read: {event.reason}")
-                else:
-                    yield event, str(path)
+                    self._skip(Place(path, offset, number), event.reason)
+                elif event is not None and event.episode_id != episode_id:
+                    why = f"changed while being read: of episode {event.episode_id!r} now"
+                    self._skip(Place(path, offset, number), why)
+                elif event is not None:
+                    yield Record(event, path, line)
+                offset += len(line) + 1
+
+    def _fold(self, episode_id: str, records: Iterable[Record]) -> Episode:
+        folded = fold(episode_id, ((record.event, str(record.file)) for record in records))
+        self.duplicates += folded.duplicates
+        return folded.episode
+
+    def _no_event(self) -> LogError:
+        first = "".join(f", first {skipped}" for skipped in self.skipped[:1])
+        return LogError(f"no event in {self._names()}; lines skipped: {self.skipped_count}{first}")
 
     def _skip(self, place: Place, reason: str) -> None:
         self.skipped_count += 1
@@ -123,6 +174,34 @@ class LogReader:
 
     def _names(self) -> str:
         return ", ".join(str(path) for path in self.paths)
+
+
+class _Files:
+    """The log's files for reading here and there; few are open at a time."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._open: dict[int, BinaryIO] = {}
+
+    def read(self, entry: Entry) -> bytes:
+        """The entry's bytes; fewer when the file was cut meanwhile."""
+        file = self._open.pop(entry.file, None) or _open(self._paths[entry.file], 0)
+        self._open[entry.file] = file  # the last one used is the last one closed
+        if len(self._open) > _MAX_OPEN:
+            self._open.pop(next(iter(self._open))).close()
+        try:
+            file.seek(entry.offset)
+            return file.read(entry.length)
+        except OSError as error:
+            raise LogError(f"cannot read {self._paths[entry.file]}: {error.strerror}") from error
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for file in self._open.values():
+                stack.callback(file.close)
 
 
 def _files(path: Path) -> list[Path]:
@@ -141,9 +220,9 @@ def _files(path: Path) -> list[Path]:
     raise LogError(f"no *.jsonl file in {path}{hint}")
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path, buffering: int = -1) -> BinaryIO:
     try:
-        return path.open("rb")
+        return path.open("rb", buffering)
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}") from error
 

@@ -401,7 +401,7 @@ def test_one_episode_by_its_id(tmp_path: Path) -> None:
 
 
 def test_odd_episode_ids(tmp_path: Path) -> None:
-    names = ["a\0b", "a", "é", "🙂", " "]
+    names = ["a\0b", "a", "é", "🙂", " ", 'q"q']
     save(tmp_path / "a.jsonl", *(turn(0, episode=name) for name in names))
     reader = LogReader(tmp_path)
     assert [episode.episode_id for episode in reader.episodes()] == names

@@ -1,0 +1,186 @@
+"""Where lines belong is seen at a glance; what the glance cannot tell is parsed, never guessed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marft_agents.errors import LogError
+from marft_agents.log import LogReader, index
+from marft_agents.log.encode import encode_line
+from marft_agents.log.fold import fold
+from marft_agents.log.index import Entry, EpisodeIndex
+from marft_agents.log.records import plain_episode, read_line
+from marft_agents.schema import (
+    AnyEvent,
+    EditEvent,
+    EpisodeEnded,
+    EpisodeStarted,
+    RewardEvent,
+    ToolEvent,
+    Turn,
+)
+from tests.log.events import at, turn
+
+
+def line(**fields: Any) -> bytes:
+    return encode_line(turn(0, **fields))
+
+
+@pytest.mark.parametrize(
+    ("data", "seen"),
+    [
+        (line(episode="é🙂"), "é🙂"),
+        (line(text='{"schema_version":1,"episode_id":"x"}'), "e"),
+        (line(episode='a"b'), None),
+        (line(messages=[{"role": "tool", "content": {"episode_id": "x"}}]), None),
+        (line(messages=[{"role": "tool", "content": {"schema_version": 1}}]), None),
+        (line() + line(), None),
+        (line()[:40] + b"\0" * 3 + b"\n", None),
+        (b" " + line(), None),
+        (json.dumps(json.loads(line())).encode(), None),
+    ],
+)
+def test_a_glance_tells_only_what_is_certain(data: bytes, seen: str | None) -> None:
+    assert plain_episode(data) == seen
+
+
+def test_the_glance_agrees_with_the_parser_on_every_cut_and_flip() -> None:
+    """Whatever a glance names is the episode of the one record in the line, if it holds one."""
+    draw = random.Random(0)
+    whole = line(text='a {quoted} "schema_version": 1', messages=[{"role": "user"}])
+    for _ in range(3000):
+        data = bytearray(whole + (whole if draw.random() < 0.2 else b""))
+        for _ in range(draw.randrange(3)):
+            data[draw.randrange(len(data))] = draw.choice(b'"{}\\\0,:\nx')
+        cut = bytes(data[: draw.randrange(1, len(data) + 1)]).split(b"\n")[0]
+        name = plain_episode(cut)
+        if name is not None:
+            assert [f.event.episode_id for f in read_line(cut, 0)[0]] in ([], [name])
+
+
+def test_damage_that_a_glance_does_not_see_is_counted_when_it_is_read(tmp_path: Path) -> None:
+    good, torn = line(), line()[:-30] + b"\n"
+    newer = line().replace(b'"schema_version":1', b'"schema_version":9')
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good + torn + newer + good)
+    reader = LogReader(path)
+    (episode,) = reader.episodes()
+    assert len(episode.turns) == 1 and reader.duplicates == 1
+    assert [(s.line, s.offset) for s in reader.skipped] == [
+        (2, len(good)),
+        (3, len(good) + len(torn)),
+    ]
+    assert "torn" in reader.skipped[0].reason and "newer version" in reader.skipped[1].reason
+
+
+def test_a_log_of_damage_alone_has_no_event(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line()[:-30] + b"\n")
+    with pytest.raises(LogError, match=r"no event in .*skipped: 1, first .*a\.jsonl:1"):
+        list(LogReader(tmp_path).episodes())
+    with pytest.raises(LogError, match="no episode 'e'"):
+        LogReader(tmp_path).episode("e")
+
+
+def test_an_id_given_twice_in_one_record_is_the_one_that_json_keeps(tmp_path: Path) -> None:
+    twice = line()[:-2] + b',"episode_id":"other"}\n'
+    (tmp_path / "a.jsonl").write_bytes(twice)
+    assert [e.episode_id for e in LogReader(tmp_path).episodes()] == ["other"]
+    hidden = line()[:-2] + b',"episode\\u005fid":"other"}\n'
+    (tmp_path / "a.jsonl").write_bytes(line() + hidden)
+    reader = LogReader(tmp_path)
+    assert [e.episode_id for e in reader.episodes()] == ["e"]
+    assert "of episode 'other'" in reader.skipped[0].reason
+
+
+def test_lines_that_follow_each_other_are_one_entry() -> None:
+    rows = [
+        ("a", Entry(0, 0, 10, 1, 1)),
+        ("a", Entry(0, 10, 5, 2, 1)),
+        ("b", Entry(0, 15, 5, 3, 1)),
+        ("a", Entry(0, 20, 5, 4, 1)),
+        ("a", Entry(0, 25, 5, 5, 0)),
+        ("a", Entry(1, 30, 5, 6, 1)),
+    ]
+    with EpisodeIndex(rows) as made:
+        assert [(name, list(entries)) for name, entries in made.episodes()] == [
+            ("a", [(0, 0, 15, 1, 1), (0, 20, 5, 4, 1), (0, 25, 5, 5, 0), (1, 30, 5, 6, 1)]),
+            ("b", [(0, 15, 5, 3, 1)]),
+        ]
+        assert list(made.entries("b")) == [(0, 15, 5, 3, 1)]
+
+
+def test_any_number_of_entries_held_gives_the_same_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(1)
+    rows = [(draw.choice("abcd"), Entry(0, 100 * n, 50, n + 1, 1)) for n in range(200)]
+    with EpisodeIndex(rows) as made:
+        whole = [(name, list(entries)) for name, entries in made.episodes()]
+    monkeypatch.setattr(index, "_PENDING", 7)
+    with EpisodeIndex(rows) as made:
+        assert [(name, list(entries)) for name, entries in made.episodes()] == whole
+        assert list(made.episode_ids()) == [name for name, _ in whole]
+        assert [list(made.entries(name)) for name, _ in whole] == [e for _, e in whole]
+
+
+def test_episodes_are_what_folding_all_events_in_memory_gives(tmp_path: Path) -> None:
+    """Any mixture of episodes over any files, long runs and damage included."""
+    draw = random.Random(2)
+    for number in range(12):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for file in range(draw.randrange(1, 4)):
+            lines = [_some(draw, draw.choice("abc")) for _ in range(draw.randrange(1, 60))]
+            (folder / f"{file}.jsonl").write_bytes(b"".join(lines))
+        reader, by_id = LogReader(folder), dict[str, list[tuple[AnyEvent, str]]]()
+        for event, place in reader.events():
+            by_id.setdefault(event.episode_id, []).append((event, str(place.file)))
+        damage = sorted(str(s) for s in reader.skipped)
+        assert {e.episode_id: e for e in reader.episodes()} == {
+            name: fold(name, events).episode for name, events in by_id.items()
+        }
+        assert sorted(str(s) for s in reader.skipped) == damage
+
+
+def _some(draw: random.Random, episode: str) -> bytes:
+    number = draw.randrange(30)
+    made: list[AnyEvent] = [
+        turn(number, episode=episode, depends_on=[f"t{draw.randrange(30)}"]),
+        RewardEvent(episode_id=episode, time=at(number), value=draw.random()),
+        ToolEvent(episode_id=episode, time=at(number), name="x", result={"episode_id": "z"}),
+        EpisodeStarted(episode_id=episode, time=at(number)),
+        EpisodeEnded(episode_id=episode, time=at(number)),
+        EditEvent(episode_id=episode, time=at(number), turn_id=f"t{number}", text="other"),
+    ]
+    data = encode_line(draw.choice(made))
+    return draw.choice([data] * 8 + [data[: draw.randrange(len(data))], b"\0" * 5 + data])
+
+
+def test_edits_replace_text_by_time_and_not_by_place(tmp_path: Path) -> None:
+    events: list[AnyEvent] = [
+        EditEvent(episode_id="e", time=at(9), turn_id="t0", text="last", editor="Ann"),
+        turn(0),
+        turn(1, response_id="r"),
+        turn(2, response_id="r"),
+        EditEvent(episode_id="e", time=at(8), turn_id="t0", text="first"),
+        EditEvent(episode_id="e", time=at(8), turn_id="t2", text="of the copy"),
+        EditEvent(episode_id="e", time=at(8), turn_id="gone", text="of nobody"),
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(encode_line(event) for event in events))
+    (episode,) = LogReader(tmp_path).episodes()
+    assert [t.edited_text for t in episode.turns] == ["last", "of the copy"]
+    assert [t.untrainable_reason for t in episode.turns] == ["edited by a human"] * 2
+
+
+def test_a_run_longer_than_one_read_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_LONGEST", 2000)
+    data = b"".join(encode_line(turn(n)) for n in range(50))
+    (tmp_path / "a.jsonl").write_bytes(data)
+    (episode,) = LogReader(tmp_path).episodes()
+    assert [t.turn_id for t in episode.turns] == [f"t{n}" for n in range(50)]
+    assert all(isinstance(t, Turn) for t in episode.turns)
