@@ -69,9 +69,9 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "agent-framework-oldest": Runtime(
         (
-            "agent-framework-core==1.0.0",
+            "agent-framework-core==1.9.0",
             "agent-framework-openai==1.0.0",
-            "agent-framework-orchestrations",
+            "agent-framework-orchestrations==1.0.0",
         ),
         AGENT_FRAMEWORK,
     ),
@@ -84,11 +84,24 @@ RUNTIMES: dict[str, Runtime] = {
     ),
     "openai-agents-oldest": Runtime(("openai-agents==0.2.0",), OPENAI_AGENTS),
 }
+BENCHMARKS: dict[str, Runtime] = {
+    "bench-recorder": Runtime(
+        (
+            "autogen-agentchat==0.7.5",
+            "autogen-ext[openai]==0.7.5",
+            "mlflow==3.17.2",
+            "opentelemetry-sdk==1.45.2",
+            "opentelemetry-instrumentation-openai==0.62.4",
+        ),
+        (),
+    ),
+}
+"""Set up by the benchmarks that need them, and by nothing else."""
 
 
 def environment(name: str) -> Path:
     """The interpreter of the runtime's environment, set up when it is missing or has changed."""
-    folder, runtime = FOLDER / name, RUNTIMES[name]
+    folder, runtime = FOLDER / name, (RUNTIMES | BENCHMARKS)[name]
     python, mark = folder / "bin" / "python", folder / ".ready"
     wanted = hashlib.sha256(
         repr((runtime.packages, TOOLS, sys.version_info[:3])).encode()
