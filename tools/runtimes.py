@@ -82,7 +82,7 @@ RUNTIMES: dict[str, Runtime] = {
         OPENAI_AGENTS,
         ("integrations/marft_agents_openai_agents", *OPENAI_AGENTS),
     ),
-    "openai-agents-oldest": Runtime(("openai-agents==0.2.0",), OPENAI_AGENTS),
+    "openai-agents-oldest": Runtime(("openai-agents==0.2.11",), OPENAI_AGENTS),
 }
 BENCHMARKS: dict[str, Runtime] = {
     "bench-recorder": Runtime(

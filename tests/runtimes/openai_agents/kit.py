@@ -1,0 +1,76 @@
+"""Agents of the OpenAI Agents SDK on a scripted server, for the tests here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+from marft_agents.schema import JsonDict
+from marft_agents.testing import Reply, default_reply
+
+set_tracing_disabled(True)
+
+
+def client(url: str, **options: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=url, api_key="sk-test", max_retries=0, **options)
+
+
+def model(name: str, url: str, **options: Any) -> OpenAIChatCompletionsModel:
+    return OpenAIChatCompletionsModel(name, client(url, **options))
+
+
+def agent(name: str, url: str, **options: Any) -> Agent[Any]:
+    """An agent whose model has its name."""
+    options = {"model": model(name, url), "instructions": f"You are {name}.", **options}
+    return Agent(name=name, **options)
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+def calls_once(calls: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Any:
+    """A script: the agent of a name calls its tool first, and speaks once a tool has answered it.
+
+    ``calls``: agent → (tool, arguments). A model name may have an ending, as in ``planner-tuned``.
+    """
+
+    def script(body: JsonDict) -> Reply | str:
+        name = str(body["model"]).removesuffix("-tuned")
+        offered = [t["function"]["name"] for t in body.get("tools") or ()]
+        tool = calls.get(name)
+        answered = any(m["role"] == "tool" for m in body["messages"])
+        if tool is None or answered or tool[0] not in offered:
+            return default_reply({**body, "model": name})
+        return Reply(tool_calls=[tool])
+
+    return script
+
+
+async def play(agent: Agent[Any], task: Any, *, stream: bool = False, **options: Any) -> list[Any]:
+    """What the app sees of a run: every item, the last agent and the output."""
+    if not stream:
+        result: Any = await Runner.run(agent, task, **options)
+        return seen(result)
+    result = Runner.run_streamed(agent, task, **options)
+    events = [kind(event) async for event in result.stream_events()]
+    return [*events, *seen(result)]
+
+
+def kind(event: Any) -> str:
+    data = getattr(event, "data", None)
+    return f"{event.type}:{getattr(data, 'type', getattr(event, 'name', ''))}"
+
+
+def seen(result: Any) -> list[Any]:
+    items = [
+        {k: v for k, v in item.to_input_item().items() if k not in ("id", "call_id")}
+        for item in result.new_items
+    ]
+    return [json.dumps(items, default=str), result.last_agent.name, result.final_output]
