@@ -1,8 +1,9 @@
 """Anything the app hands over, made fit for one JSON line.
 
 Invariant: nothing here raises. Text is kept verbatim; only foreign objects become text, and only
-base64 payloads are swapped for their hash and size. What the app says about an episode loses its
-keys; messages are kept as they were sent.
+base64 payloads are swapped for their hash and size (computed when the event is written: hashing an
+image takes the app's time otherwise). What the app says about an episode loses its keys; secrets in
+messages are ``redact``'s.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from marft_agents.recording.patterns import MASK, under_name
+
 _MAX_DEPTH = 40
 _MAX_FOREIGN = 10_000
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-_SECRET = r"(?:api[_-]?key|secret[_-]?key|authorization|(?:access|auth|bearer)[_-]?token)"
-_SECRET_NAME = re.compile(rf"{_SECRET}$", re.IGNORECASE)
-_SECRET_SHOWN = re.compile(rf"({_SECRET}['\"]?\s*[=:]\s*)(['\"]?)[^'\",\s)}}\]]+\2", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]{512,}")
+_PAYLOAD_FROM = 512
 
 
 def jsonable(value: Any, depth: int = 0) -> Any:
@@ -54,7 +55,9 @@ def without_secrets(value: Any) -> Any:
     """A JSON value without the texts under names like ``api_key`` and ``access_token``."""
     if isinstance(value, dict):
         return {
-            k: "***" if isinstance(v, str) and _SECRET_NAME.search(k) else without_secrets(v)
+            k: MASK.format(label)
+            if isinstance(v, str) and (label := under_name(k, v))
+            else without_secrets(v)
             for k, v in cast("dict[str, Any]", value).items()
         }
     if isinstance(value, list):
@@ -64,13 +67,34 @@ def without_secrets(value: Any) -> Any:
 
 def _described(value: Any) -> str:
     try:
-        return _SECRET_SHOWN.sub(r"\1***", str(value))[:_MAX_FOREIGN]
+        return str(value)[:_MAX_FOREIGN]
     except Exception:
         return f"<{type(value).__name__}>"
 
 
+class Payload:
+    """A long text in a message that may be data; what the log keeps of it is found out later."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def described(self) -> Any:
+        """Hash and size of base64 data; the text itself where it is none."""
+        url = _DATA_URL.match(self.text)
+        if url is None and not _BASE64.fullmatch(self.text):
+            return self.text
+        payload = self.text[url.end() :] if url else self.text
+        try:
+            data = base64.b64decode(payload, validate=True)
+        except (binascii.Error, ValueError):
+            data = payload.encode("utf-8", "replace")
+        return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
 def stored_messages(messages: Any) -> list[dict[str, Any]]:
-    """Wire messages as the log keeps them: verbatim, payloads replaced by hash and size."""
+    """Wire messages as the log keeps them: verbatim, what may be data as ``Payload``."""
     if not isinstance(messages, list):
         return []
     return [_stored_message(m) for m in cast("list[Any]", messages)]
@@ -97,16 +121,6 @@ def _stored_part(part: Any) -> Any:
         return {k: _stored_part(v) for k, v in fields.items()}
     if isinstance(part, list):
         return [_stored_part(v) for v in cast("list[Any]", part)]
-    return _without_payload(part) if isinstance(part, str) else part
-
-
-def _without_payload(text: str) -> Any:
-    url = _DATA_URL.match(text)
-    if url is None and not _BASE64.fullmatch(text):
-        return text
-    payload = text[url.end() :] if url else text
-    try:
-        data = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
-        data = payload.encode("utf-8", "replace")
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    if isinstance(part, str) and (len(part) >= _PAYLOAD_FROM or _DATA_URL.match(part)):
+        return Payload(part)
+    return part

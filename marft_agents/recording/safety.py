@@ -1,6 +1,7 @@
 """The recorder's own failures: logged once, never the app's problem; under pytest, raised.
 
-Invariant: whatever goes wrong inside ``guard`` ends there, unless the recorder is strict.
+Invariant: whatever goes wrong inside ``guard`` ends there, unless the recorder is strict. What is
+logged holds no secret of a known shape: messages of errors quote what they were given.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
+
+from marft_agents.recording import leaving
+from marft_agents.recording.patterns import mask
 
 _T = TypeVar("_T")
 
@@ -23,7 +28,15 @@ class Safety:
     def __init__(self, raise_errors: bool | None = None) -> None:
         self._raise_errors = raise_errors
         self._said: set[Hashable] = set()
+        self.after_fork()
+        leaving.watch(self)
+
+    def after_fork(self) -> None:
+        """The lock may have been held by a thread that a forked child does not have."""
         self._lock = threading.Lock()
+
+    def at_exit(self, timeout: float) -> None:
+        """Nothing to wait for."""
 
     @property
     def strict(self) -> bool:
@@ -34,14 +47,15 @@ class Safety:
     def warn_once(self, key: Hashable, message: str) -> None:
         """Log a warning, the first time only for each ``key``."""
         if self._first(key):
-            logger.warning("%s", message)
+            _log(logging.WARNING, message)
 
     def failed(self, what: str, error: Exception) -> None:
         """A bug or a refusal in the recorder: raised when strict, else logged once."""
         if self.strict:
             raise error
         if self._first((what, type(error))):
-            logger.error("marft-agents could not %s; the app goes on", what, exc_info=error)
+            trace = "".join(traceback.format_exception(error))
+            _log(logging.ERROR, f"marft-agents could not {what}; the app goes on\n{trace}")
 
     @contextmanager
     def guard(self, what: str) -> Generator[None]:
@@ -62,3 +76,8 @@ class Safety:
             new = key not in self._said
             self._said.add(key)
             return new
+
+
+def _log(level: int, message: str) -> None:
+    with suppress(Exception):  # a handler of the app's may raise
+        logger.log(level, "%s", mask(message)[0])

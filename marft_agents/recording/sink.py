@@ -1,27 +1,34 @@
 """From the app's threads to the disk, without the app ever waiting for the disk.
 
-Invariant: ``put`` takes a lock for an instant and returns. One daemon thread writes in the order of
-``put``. A full queue or a disk error loses the newest event, is counted for its episode in
-``EpisodeEnded.dropped_events``, and is said once. A forked child starts with an empty queue: what
-the parent had queued is the parent's to write.
+Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
+prepares (redacts, hashes, encodes) and writes in the order of ``put``. The queue is bounded in
+events and in bytes; a full queue or a disk error loses the newest event, which is counted for its
+episode in ``EpisodeEnded.dropped_events`` and said once. Borders of episodes and rewards that the
+disk refuses are kept, in bounds, and written when it works again. A forked child starts with an
+empty queue: what the parent had queued is the parent's to write.
 """
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
 import threading
 import time
-import weakref
 from collections import Counter, deque
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
+from marft_agents.recording import leaving
+from marft_agents.recording.redact import Redactor
 from marft_agents.recording.safety import Safety
+from marft_agents.recording.size import held_bytes
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, RewardEvent
 
+CAPACITY = 10_000
+CAPACITY_BYTES = 128 * 2**20
 _RESERVE = 1024
-_EXIT_TIMEOUT_S = 5.0
+_RESERVE_BYTES = 16 * 2**20
+_COUNTED_EPISODES = 100_000
+_BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent)
 
 
 class EventLog(Protocol):
@@ -32,131 +39,258 @@ class EventLog(Protocol):
     def close(self) -> None: ...
 
 
-class Sink:
-    """Bounded queue in front of an ``EventLog``."""
+class _Queued(NamedTuple):
+    event: Event
+    size: int
 
-    def __init__(self, log: EventLog, safety: Safety, *, capacity: int = 10_000) -> None:
+
+class Sink:
+    """Bounded queue in front of an ``EventLog``.
+
+    Args:
+        prepare: makes of an event what may be written, on the log's thread; an event for which it
+            gives ``None`` or raises is left out. By default ``Redactor()``.
+        capacity: events that may wait.
+        capacity_bytes: what they may hold together, roughly; a single larger event is taken when
+            nothing else waits.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        safety: Safety,
+        *,
+        prepare: Callable[[Event], Event | None] | None = None,
+        capacity: int = CAPACITY,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
         self._log = log
         self._safety = safety
+        self._prepare = prepare or Redactor(safety=safety)
         self._capacity = capacity
-        self._closed = False
-        self._reset()
-        _alive.add(self)
+        self._capacity_bytes = capacity_bytes
+        self._closed = self._log_closed = self._given_up = self._threadless = False
+        self.after_fork()
+        leaving.watch(self)
 
-    def _reset(self) -> None:
+    def after_fork(self) -> None:
+        """Begin anew in a child: the parent's thread and whoever held the lock are not here."""
         self._changed = threading.Condition()
-        self._queue: deque[Event] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._kept: deque[Event] = deque()
+        self._held = 0
         self._dropped: Counter[str] = Counter()
         self._accepted = 0
         self._handled = 0
         self._thread: threading.Thread | None = None
 
+    # -- the app's side -----------------------------------------------------------------------
+
     def put(self, event: Event) -> None:
         """Queue ``event``; the borders of episodes and rewards have a reserve of their own."""
-        border = isinstance(event, EpisodeStarted | EpisodeEnded | RewardEvent)
+        size = held_bytes(event)
         with self._changed:
-            limit = self._capacity + (_RESERVE if border else 0)
-            if self._closed or len(self._queue) >= limit:
-                self._dropped[event.episode_id] += 1
-                lost = True
-            else:
-                self._queue.append(event)
+            why = self._refusal(event, size)
+            if why is None:
+                self._queue.append(_Queued(event, size))
+                self._held += size
                 self._accepted += 1
-                lost = False
                 self._start()
                 self._changed.notify_all()
-        if lost:
-            why = "is closed" if self._closed else f"holds {limit} unwritten events"
+            else:
+                self._lose(event)
+        if why is not None:
             self._safety.warn_once(
                 "queue", f"marft-agents drops events: the recorder {why}; the app goes on"
+            )
+        elif leaving.now():
+            self.at_exit(leaving.TIMEOUT_S)  # the log's thread may not live to see another event
+        elif self._threadless:
+            self._safety.warn_once(
+                "threadless",
+                "marft-agents cannot start a thread for its log; events wait in memory until"
+                " flush, close or the end of the process, the app goes on",
             )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued so far is written or counted lost; False on timeout."""
         with self._changed:
             target = self._accepted
-            return self._changed.wait_for(lambda: self._handled >= target, timeout)
+            if self._thread is threading.current_thread():
+                return self._handled >= target
+            threaded = self._handled >= target or self._start()
+            self._changed.notify_all()
+            if threaded:
+                return self._changed.wait_for(lambda: self._handled >= target, timeout)
+        while self._handled < target and self._next(wait=False):
+            """No thread can be started any more: written here."""
+        return self._handled >= target
 
-    def close(self, timeout: float | None = _EXIT_TIMEOUT_S) -> bool:
-        """Flush, stop the thread and close the log; later events are dropped."""
-        done = self.flush(timeout)
+    def close(self, timeout: float = leaving.TIMEOUT_S) -> bool:
+        """Flush, stop the thread and close the log; later events are dropped.
+
+        Returns within ``timeout`` seconds; False when events are left unwritten, which is said.
+        """
+        deadline = time.monotonic() + timeout
         with self._changed:
             self._closed = True
+        done = self.flush(timeout)
+        with self._changed:
             self._changed.notify_all()
             thread = self._thread
-        if done:
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(timeout)
-            with self._safety.guard("close the log"):
-                self._log.close()
+        if done and thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))  # closing may hang as writing may
+        if done and (thread is None or not thread.is_alive()):
+            self._close_log()
+        self._say_what_is_missing(done)
         return done
 
-    def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            if multiprocessing.parent_process() is not None:
-                _flush_at_worker_exit(self)
-            self._thread = threading.Thread(target=self._run, name="marft-log", daemon=True)
-            self._thread.start()
+    def at_exit(self, timeout: float) -> None:
+        """The process ends: write what can be written within ``timeout`` seconds."""
+        if not self._given_up:
+            self._say_what_is_missing(self.flush(timeout))
+
+    def _refusal(self, event: Event, size: int) -> str | None:
+        """Why an event cannot be queued."""
+        border = isinstance(event, _BORDERS)
+        limit = self._capacity + (_RESERVE if border else 0)
+        limit_bytes = self._capacity_bytes + (_RESERVE_BYTES if border else 0)
+        if self._closed:
+            return "is closed"
+        if len(self._queue) >= limit:
+            return f"holds {limit} unwritten events"
+        if self._held and self._held + size > limit_bytes:
+            return f"holds {self._held // 2**20} MiB of unwritten events"
+        return None
+
+    def _lose(self, event: Event) -> None:
+        """Count a lost event; the caller holds the lock."""
+        if isinstance(event, EpisodeEnded):
+            self._dropped.pop(event.episode_id, None)  # nothing is left to tell it in
+            return
+        self._dropped[event.episode_id] += 1
+        if len(self._dropped) > _COUNTED_EPISODES:
+            del self._dropped[next(iter(self._dropped))]
+
+    def _say_what_is_missing(self, done: bool) -> None:
+        missing = self._accepted - self._handled
+        if done or not missing:
+            return
+        self._given_up = True
+        self._safety.warn_once(
+            "given up",
+            f"marft-agents leaves {missing} events unwritten: its log does not take them;"
+            " the app goes on",
+        )
+
+    def _start(self) -> bool:
+        """Whether a thread takes care of the queue; the caller holds the lock."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        thread = threading.Thread(target=self._run, name="marft-log", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or none while the interpreter ends
+            self._threadless = True
+            return False
+        leaving.flush_at_worker_exit(self)
+        self._thread, self._threadless = thread, False
+        return True
+
+    # -- the log's side -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
+        while self._next(wait=True):
+            """One event each."""
+        self._close_log()
+
+    def _next(self, *, wait: bool) -> bool:
+        """Write the oldest event; False when there is none (and none will come)."""
+        with self._changed:
+            if wait:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                event = self._queue.popleft()
-            try:
-                self._write(event)
-            finally:
-                with self._changed:
-                    self._handled += 1
-                    self._changed.notify_all()
+            if not self._queue:
+                return False
+            event, size = self._queue.popleft()
+        try:
+            self._write(event)
+        finally:
+            del event
+            with self._changed:
+                self._handled += 1
+                self._held -= size
+                self._changed.notify_all()
+        return True
 
     def _write(self, event: Event) -> None:
-        if isinstance(event, EpisodeEnded):
+        ready = self._prepared(event)
+        if ready is None:
             with self._changed:
-                lost = self._dropped.pop(event.episode_id, 0)
-            if lost:
-                event = event.model_copy(update={"dropped_events": event.dropped_events + lost})
+                self._lose(event)
+            return
+        if self._written(ready):
+            self._rewrite()
+            return
+        with self._changed:
+            if isinstance(ready, _BORDERS) and len(self._kept) < _RESERVE:
+                self._kept.append(ready)
+            else:
+                self._lose(ready)
+
+    def _prepared(self, event: Event) -> Event | None:
+        try:
+            ready = self._prepare(event)
+        except Exception as error:
+            self._safety.warn_once(
+                "redact",
+                "marft-agents could not redact an event and so did not write it"
+                f" ({type(error).__name__}: {error}); it is counted as lost, the app goes on",
+            )
+            return None
+        if ready is None:
+            self._safety.warn_once(
+                "dropped",
+                f"marft-agents left out an event ({type(event).__name__}) because the redact"
+                " function returned None for it; it is counted as lost, and so are others like it",
+            )
+        return ready
+
+    def _rewrite(self) -> None:
+        """The disk works (again): write what was kept from its errors."""
+        kept, self._kept = self._kept, deque[Event]()
+        for event in kept:
+            if not self._written(event):
+                with self._changed:
+                    self._lose(event)
+
+    def _written(self, event: Event) -> bool:
+        """Whether the log took ``event``, which is True also for one that it never will."""
+        with self._changed:
+            lost = self._dropped.get(event.episode_id, 0)
+        if lost and isinstance(event, EpisodeEnded):
+            event = event.model_copy(update={"dropped_events": event.dropped_events + lost})
         try:
             self._log.write(event)
         except Exception as error:
-            with self._changed:
-                self._dropped[event.episode_id] += 1
             self._safety.warn_once(
                 "disk",
                 f"marft-agents cannot write its log ({type(error).__name__}: {error});"
                 " events are lost until it can, the app goes on",
             )
+            if isinstance(error, OSError):
+                return False
+            with self._changed:
+                self._lose(event)
+            return True
+        if isinstance(event, EpisodeEnded):
+            with self._changed:
+                self._dropped.pop(event.episode_id, None)
+        return True
 
-
-_alive: weakref.WeakSet[Sink] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for sink in list(_alive):
-        sink._reset()  # pyright: ignore[reportPrivateUsage] same module
-
-
-def _at_exit() -> None:
-    deadline = time.monotonic() + _EXIT_TIMEOUT_S
-    for sink in list(_alive):
-        sink.flush(max(0.0, deadline - time.monotonic()))
-
-
-def _flush_at_worker_exit(sink: Sink) -> None:
-    """Workers of ``multiprocessing`` leave without ``atexit``; their own registry is run."""
-    from multiprocessing import util
-
-    reference = weakref.ref(sink)
-
-    def flush() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.flush(_EXIT_TIMEOUT_S)
-
-    util.Finalize(None, flush, exitpriority=10)
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)
+    def _close_log(self) -> None:
+        if not self._log_closed:
+            self._log_closed = True
+            with suppress(Exception):
+                self._rewrite()
+            with self._safety.guard("close the log"):
+                self._log.close()

@@ -6,14 +6,13 @@ import base64
 import enum
 import hashlib
 import json
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from marft_agents.recording.clean import jsonable, stored_messages, without_secrets
+from marft_agents.recording.clean import Payload, jsonable, stored_messages, without_secrets
 
 
 class Colour(enum.StrEnum):
@@ -46,24 +45,17 @@ def test_foreign_objects_become_text() -> None:
     assert out["enum"] == "red" and out["hostile"] == "<Hostile>"
 
 
-@dataclass
-class Settings:
-    api_key: str
-    model: str = "planner"
-
-
 def test_keys_are_left_out_wherever_an_app_puts_its_settings() -> None:
     given: Any = {
         "llm_config": {"config_list": [{"model": "m", "api_key": "sk-test-1"}], "apiKey": None},
         "headers": {"Authorization": "Bearer sk-test-2", "X-Api-Key": "sk-test-3"},
-        "object": Settings("sk-test-4"),
         "question": "my api_key=sk-mine is refused",
         "max_tokens": 5,
     }
     out = without_secrets(jsonable(given))
     assert "sk-test" not in json.dumps(out)
-    assert out["llm_config"] == {"config_list": [{"model": "m", "api_key": "***"}], "apiKey": None}
-    assert "model='planner'" in out["object"]
+    config = {"model": "m", "api_key": "[redacted:api-key]"}
+    assert out["llm_config"] == {"config_list": [config], "apiKey": None}
     assert out["question"] == given["question"], "text is the app's own"
     assert out["max_tokens"] == 5
 
@@ -103,9 +95,14 @@ def test_payloads_of_any_part_type_are_hashed() -> None:
     (message,) = stored_messages([{"role": "user", "content": parts}])
     want = {"sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
     audio, file, url, *rest = message["content"]
-    assert audio == {"type": "input_audio", "input_audio": {"data": want, "format": "wav"}}
-    assert file["file"] == {"file_data": want}
+    data: list[Payload] = [audio["input_audio"]["data"], file["file"]["file_data"]]
+    assert [payload.described() for payload in data] == [want, want]
+    assert audio["type"] == "input_audio" and audio["input_audio"]["format"] == "wav"
     assert url == parts[2] and rest == ["loose", 7]
+
+
+def test_a_long_text_that_is_no_data_stays_a_text() -> None:
+    assert Payload("no base64! " * 100).described() == "no base64! " * 100
 
 
 def test_odd_messages_are_kept_as_they_can() -> None:

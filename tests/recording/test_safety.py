@@ -84,7 +84,9 @@ def test_a_failure_is_logged_once_with_its_trace(caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             assert safety.attempt("do it", _bug) is None
     (record,) = caplog.records
-    assert record.exc_info is not None and "could not do it" in record.getMessage()
+    assert "could not do it" in record.getMessage()
+    assert "RuntimeError: a bug in the recorder" in record.getMessage()
+    assert "Traceback" in record.getMessage() and "_bug" in record.getMessage()
 
 
 def test_a_listing_that_makes_no_sense_is_a_no() -> None:

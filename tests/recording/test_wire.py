@@ -225,7 +225,7 @@ def test_no_api_key_reaches_the_log() -> None:
     assert log.turns[0].error == "HTTP 401: Incorrect API key provided: ***"
     assert "sk-test" not in "".join(e.model_dump_json() for e in log.events)
     started = log.of(EpisodeStarted)[0]
-    assert started.metadata == {"llm_config": {"api_key": "***", "model": "planner"}}
+    assert started.metadata == {"llm_config": {"api_key": "[redacted:api-key]", "model": "planner"}}
 
 
 def test_a_key_that_is_no_secret_does_not_spoil_the_error() -> None:
