@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import httpx
 from starlette.requests import Request
@@ -43,11 +44,12 @@ class Recording:
         record_all: bool = False,
         idle_s: float = 3600.0,
         resumable: Mapping[str, Episode] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recorder = recorder
         self.core = recorder.core
         self.all = record_all
-        self.episodes = Episodes(self.core, idle_s=idle_s, resumable=resumable)
+        self.episodes = Episodes(self.core, idle_s=idle_s, resumable=resumable, now=now)
         self._sweep_s = min(_SWEEP_S, idle_s / 4)
 
     def watch(self, request: Request, body: JsonDict, caller: Caller, url: str) -> Watch:

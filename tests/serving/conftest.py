@@ -10,7 +10,8 @@ import pytest
 from tests.serving.stage import House, Stage, make_house, running_stage
 
 
-def _furnished(root: Path) -> House:
+def furnished(root: Path) -> House:
+    """router: v1 untrained (current), v2 trained; writer: v1 untrained."""
     house = make_house(root)
     house.publish("router", untrained=True)
     house.publish("router")
@@ -20,14 +21,13 @@ def _furnished(root: Path) -> House:
 
 @pytest.fixture
 def house(tmp_path: Path) -> House:
-    """router: v1 untrained (current), v2 trained; writer: v1 untrained."""
-    return _furnished(tmp_path)
+    return furnished(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def quiet_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """For tests that change nothing."""
-    with running_stage(_furnished(tmp_path_factory.mktemp("quiet"))) as stage:
+    with running_stage(furnished(tmp_path_factory.mktemp("quiet"))) as stage:
         yield stage
 
 

@@ -278,22 +278,24 @@ class _Handler(BaseHTTPRequestHandler):
         fake, model, name = self.fake, body["model"], self._id()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
-        self.send_header("Connection", "close")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         for i in range(fake.chunks):
             if fake.faults.break_stream_after == i:
-                self.connection.close()
+                self.close_connection = True  # in the middle of the reply
                 return
             if fake.gate is not None:
                 self._wait_or_leave()
             for chunk in self._chunks(body, i):
                 data = {"id": name, "model": model} | chunk
-                self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
-            self.wfile.flush()
+                self._write(f"data: {json.dumps(data)}\n\n".encode())
             fake.started.set()
-        self.wfile.write(b"data: [DONE]\n\n")
+        self._write(b"data: [DONE]\n\n")
         fake.events.append(f"stream ended {model}")
-        self.close_connection = True
+        self._write(b"")
+
+    def _write(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _chunks(self, body: dict[str, Any], i: int) -> list[dict[str, Any]]:
         """One token's chunks; whoever asks for ids also gets one without text, as from vLLM."""

@@ -1,0 +1,387 @@
+"""What the gateway records of a call, and that the client cannot tell."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from marft_agents.testing import BrokenLog
+from tests.serving.conftest import furnished
+from tests.serving.recording_kit import CHAT, HELLO, RecordingStage, recording_stage
+from tests.serving.stage import House, running_stage
+
+
+@pytest.fixture
+def desk(house: House) -> Iterator[RecordingStage]:
+    with recording_stage(house) as desk:
+        yield desk
+
+
+@pytest.fixture(scope="module")
+def shared_desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingStage]:
+    with recording_stage(furnished(tmp_path_factory.mktemp("shared"))) as desk:
+        yield desk
+
+
+@pytest.fixture
+def quiet_desk(shared_desk: RecordingStage) -> RecordingStage:
+    """For tests that break nothing and count nothing but their own turns."""
+    assert shared_desk.recording.recorder.flush()
+    shared_desk.log.events.clear()
+    return shared_desk
+
+
+def test_a_turn_is_what_was_sent_and_sampled(desk: RecordingStage) -> None:
+    answer = desk.ask(temperature=0.7, max_tokens=5, stop="x")
+    assert answer.status_code == 200
+    started, turn = desk.events
+    assert (started.type, started.episode_id, started.task, started.runtime) == (
+        "episode_started", "e1", None, "gateway",
+    )  # fmt: skip
+    assert (turn.agent, turn.kind, turn.model, turn.index, turn.attempt) == (
+        "router", "act", "router", 0, 1,
+    )  # fmt: skip
+    assert turn.messages == HELLO
+    assert turn.text == 'says "model":"router@v1"'
+    assert turn.finish_reason == "stop"
+    assert (turn.prompt_token_ids, turn.token_ids) == ([1, 2], [0, 1, 2])
+    assert turn.logprobs == [-0.5, -0.51, -0.52]
+    assert turn.logprob_mode == "processed"
+    assert (turn.adapter_start, turn.adapter_end) == ("router@v1", "router@v1")
+    assert (turn.sampling.temperature, turn.sampling.top_p) == (0.7, 1.0)
+    assert (turn.sampling.max_tokens, turn.sampling.stop) == (5, ["x"])
+    assert turn.response_id == answer.json()["id"]
+    assert turn.trainable and turn.latency_s is not None
+    assert answer.headers["X-Marft-Episode"] == "e1"
+    assert answer.headers["X-Marft-Turn"] == turn.turn_id
+
+
+FORMS: list[tuple[str, dict[str, str]]] = [
+    (f"/episodes/e1/agents/planner{CHAT}", {}),
+    (f"/episodes/e1{CHAT}", {"X-Marft-Agent": "planner"}),
+    (f"/agents/planner{CHAT}", {"X-Marft-Episode": "e1"}),
+    (f"/agents/planner{CHAT}", {"Authorization": "Bearer marft:episode=e1"}),
+    (CHAT, {"Authorization": "Bearer marft:agent=planner,episode=e1"}),
+    (CHAT, {"X-Marft-Agent": "planner", "X-Marft-Episode": "e1", "X-Marft-Record": "gateway"}),
+]
+
+
+@pytest.mark.parametrize(("path", "headers"), FORMS)
+def test_every_form_of_identity(
+    quiet_desk: RecordingStage, path: str, headers: dict[str, str]
+) -> None:
+    answer = quiet_desk.post(path, {"model": "writer", "messages": HELLO}, headers=headers)
+    assert answer.status_code == 200
+    assert answer.json()["model"] == "writer"
+    (turn,) = quiet_desk.turns
+    assert (turn.episode_id, turn.agent, turn.model) == ("e1", "planner", "writer")
+    sent = quiet_desk.stage.engine.seen[-1]
+    assert not [name for name in sent.headers if name.startswith("x-marft")]
+
+
+@pytest.mark.parametrize(("model", "agent"), [("writer", "writer"), ("writer@v1", "writer")])
+def test_the_model_is_the_agent_unless_one_is_named(
+    quiet_desk: RecordingStage, model: str, agent: str
+) -> None:
+    assert (
+        quiet_desk.post(f"/episodes/e1{CHAT}", {"model": model, "messages": []}).status_code == 200
+    )
+    assert quiet_desk.turns[0].agent == agent
+
+
+def test_an_agent_is_its_own_model_unless_one_is_named(quiet_desk: RecordingStage) -> None:
+    answer = quiet_desk.post(f"/episodes/e1/agents/Writer{CHAT}", {"messages": []})
+    assert (answer.status_code, answer.json()["model"]) == (200, "Writer")
+    assert (quiet_desk.turns[0].agent, quiet_desk.turns[0].adapter_end) == ("Writer", "writer@v1")
+
+
+def test_apps_that_record_themselves_are_left_alone(quiet_desk: RecordingStage) -> None:
+    own = {"X-Marft-Agent": "router", "X-Marft-Episode": "e1"}
+    body: dict[str, Any] = {"model": "router", "messages": HELLO}
+    assert quiet_desk.post(CHAT, body, headers=own).status_code == 200
+    assert (
+        quiet_desk.post(f"/episodes/e9/agents/router{CHAT}", body, headers=own).status_code == 200
+    )
+    assert quiet_desk.post(CHAT, body).status_code == 200
+    assert quiet_desk.events == []
+
+
+def test_record_all(house: House) -> None:
+    own = {"X-Marft-Agent": "router", "X-Marft-Episode": "e1"}
+    with recording_stage(house, record_all=True) as desk:
+        body: dict[str, Any] = {"model": "router", "messages": HELLO}
+        assert desk.post(CHAT, body, headers=own).status_code == 200
+        assert [turn.episode_id for turn in desk.turns] == ["e1"]
+        answer = desk.post(CHAT, body)
+        assert answer.status_code == 400
+        assert "names no episode" in answer.json()["error"]["message"]
+
+
+# -- the client cannot tell --------------------------------------------------------------------
+
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 2},
+    {"return_token_ids": True},
+    {"logprobs": True, "return_token_ids": True},
+    {"logprobs": False, "n": 2},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_replies_are_the_bytes_of_a_call_that_nobody_records(
+    quiet_desk: RecordingStage, asked: dict[str, Any], stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": "router", "messages": HELLO, "stream": stream} | asked
+    same_id = {"X-Request-Id": "r-1"}
+    plain = quiet_desk.post(CHAT, body, headers=same_id)
+    recorded = quiet_desk.post(f"/episodes/e1/agents/router{CHAT}", body, headers=same_id)
+    assert recorded.content == plain.content
+    assert recorded.status_code == plain.status_code == 200
+    mine = {"x-marft-episode", "x-marft-turn"}
+    assert {k: v for k, v in recorded.headers.items() if k not in {*mine, "date"}} == {
+        k: v for k, v in plain.headers.items() if k != "date"
+    }
+    turns = quiet_desk.wait_for_turns(asked.get("n", 1) if not stream else 1)
+    assert all(turn.trainable for turn in turns)
+    if stream:
+        assert turns[0].token_ids == [0, 100, 1, 2, 3]
+        assert turns[0].text == "w0 w1 w2 w3 "
+    else:
+        assert [turn.choice_index for turn in turns] == list(range(asked.get("n", 1)))
+        assert recorded.headers["X-Marft-Turn"] == ",".join(turn.turn_id for turn in turns)
+
+
+def test_alternatives_without_logprobs_stay_the_clients_error(quiet_desk: RecordingStage) -> None:
+    quiet_desk.ask(top_logprobs=3)
+    assert "logprobs" not in quiet_desk.stage.engine.seen[-1].body
+    assert quiet_desk.turns[0].untrainable_reason == "no log-probabilities"
+
+
+def test_recorded_streams_arrive_chunk_by_chunk(desk: RecordingStage) -> None:
+    gate = desk.stage.engine.gate = threading.Semaphore(1)
+    url = f"{desk.stage.url}/episodes/e1/agents/router{CHAT}"
+    seen: list[str] = []
+    body: dict[str, Any] = {"model": "router", "messages": [], "stream": True}
+    with desk.stage.http.stream("POST", url, json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                seen.append(delta["content"])
+                # The engine writes the next chunk only after this one was read here.
+                if delta["content"]:
+                    gate.release()
+    assert seen == ["", "w0 ", "w1 ", "w2 ", "w3 "]
+    assert desk.wait_for_turns(1)[0].complete
+
+
+def test_prompts_are_linked_to_what_they_quote(desk: RecordingStage) -> None:
+    desk.stage.engine.replies = [{"content": "first ship it on friday"}, {"content": "done now"}]
+    said = desk.ask("router").json()["choices"][0]["message"]
+    desk.ask("writer", messages=[*HELLO, {"role": "user", "content": said["content"]}])
+    desk.ask("writer", episode="e2", messages=[{"role": "user", "content": said["content"]}])
+    first, second, elsewhere = desk.turns
+    assert second.depends_on == [first.turn_id]
+    assert (first.depends_on, elsewhere.depends_on) == ([], [])
+    assert [first.index, second.index, elsewhere.index] == [0, 1, 0]
+
+
+CALL: dict[str, Any] = {
+    "id": "call-1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"q": "ships"}'},
+}
+
+
+def test_tool_results_are_events_and_begin_a_step(desk: RecordingStage) -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    desk.stage.engine.replies = [asked]
+    desk.ask()
+    result = {"role": "tool", "tool_call_id": "call-1", "content": "three ships"}
+    foreign = {"role": "tool", "tool_call_id": "call-0", "content": "an example in the prompt"}
+    prompt = [foreign, *HELLO, asked, result]
+    desk.ask(messages=prompt)
+    desk.ask(messages=[*prompt, {"role": "user", "content": "and?"}])
+    (tool,) = desk.of("tool")
+    assert (tool.name, tool.call_id, tool.arguments, tool.result, tool.agent, tool.index) == (
+        "search", "call-1", '{"q": "ships"}', "three ships", "router", 1,
+    )  # fmt: skip
+    assert [turn.step for turn in desk.turns] == [0, 1, 1]
+    assert desk.turns[0].tool_calls == [CALL]
+    assert desk.turns[1].depends_on == [desk.turns[0].turn_id]
+
+
+def test_the_same_request_id_twice_is_two_turns(desk: RecordingStage) -> None:
+    for _ in range(2):
+        desk.ask(headers={"X-Request-Id": "trace-7"})
+    first, second = desk.turns
+    assert first.response_id == "chatcmpl-trace-7"
+    assert second.response_id == f"chatcmpl-trace-7#{second.turn_id}"
+
+
+# -- errors, retries, clients that leave -------------------------------------------------------
+
+
+def test_errors_are_turns(desk: RecordingStage) -> None:
+    desk.stage.engine.faults.generate_status = 400
+    assert desk.ask().status_code == 400
+    assert desk.ask("nobody").status_code == 404
+    desk.stage.dead.append("exit code -9")
+    assert desk.ask().status_code == 503
+    refused, unknown, dead = desk.turns
+    assert refused.error == "HTTP 400: EngineCore encountered an issue"
+    assert refused.adapter_end == "router@v1"
+    assert (unknown.agent, unknown.model) == ("nobody", "nobody")
+    assert "HTTP 404: no agent 'nobody' is served here" in str(unknown.error)
+    assert "exit code -9" in str(dead.error)
+    assert not any(turn.trainable for turn in desk.turns)
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}),
+        ({"Idempotency-Key": "k1"}, {"Idempotency-Key": "k1"}),
+        ({"X-Marft-Call": "c1"}, {"X-Marft-Call": "c1"}),
+    ],
+    ids=["openai sdk", "idempotency key", "own header"],
+)
+def test_attempts_of_one_call_are_one_turn(
+    desk: RecordingStage, first: dict[str, str], again: dict[str, str]
+) -> None:
+    desk.stage.engine.faults.generate_status = 503
+    assert desk.ask(headers=first).status_code == 503
+    assert desk.turns == []
+    desk.stage.engine.faults.generate_status = 200
+    answer = desk.ask(headers=again)
+    (turn,) = desk.turns
+    assert (turn.attempt, turn.error, turn.trainable) == (2, None, True)
+    assert answer.headers["X-Marft-Turn"] == turn.turn_id
+
+
+def test_a_failed_call_that_is_not_tried_again_is_logged(desk: RecordingStage) -> None:
+    desk.stage.engine.faults.generate_status = 503
+    desk.ask(headers={"x-stainless-retry-count": "0"})
+    desk.ask(headers={"x-stainless-retry-count": "0"})  # the same words, but a new call
+    assert [turn.attempt for turn in desk.turns] == [1]
+    desk.clock.now = 200.0
+    desk.recording.episodes.sweep()
+    assert [turn.error for turn in desk.turns] == ["HTTP 503: EngineCore encountered an issue"] * 2
+    desk.ask()  # no sign of retries: nothing is held back
+    assert len(desk.turns) == 3
+
+
+def test_a_client_that_leaves_before_the_reply(desk: RecordingStage) -> None:
+    desk.stage.engine.gate = threading.Semaphore(0)
+    with pytest.raises(httpx.ReadTimeout):
+        desk.ask_impatiently()
+    assert desk.stage.engine.gone.wait(5)
+    (turn,) = desk.wait_for_turns(1)
+    assert turn.error == "the client left before the reply"
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream(desk: RecordingStage) -> None:
+    desk.stage.engine.gate = threading.Semaphore(1)
+    url = f"{desk.stage.url}/episodes/e1/agents/router{CHAT}"
+    body: dict[str, Any] = {"model": "router", "messages": [], "stream": True}
+    with desk.stage.http.stream("POST", url, json=body) as answer:
+        next(answer.iter_lines())
+    (turn,) = desk.wait_for_turns(1)
+    assert (turn.complete, turn.token_ids, turn.text) == (False, [0], "w0 ")
+    assert turn.untrainable_reason == "not all of its tokens arrived"
+
+
+def test_a_stream_that_the_engine_breaks(desk: RecordingStage) -> None:
+    desk.stage.engine.faults.break_stream_after = 2
+    assert "[DONE]" not in desk.ask(stream=True).text
+    (turn,) = desk.wait_for_turns(1)
+    assert not turn.complete and "cannot be reached" in str(turn.error)
+
+
+def test_parallel_calls_of_one_episode(desk: RecordingStage) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(desk.ask, ["router", "writer"] * 20))
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(turn.index for turn in desk.turns) == list(range(40))
+    assert len({turn.turn_id for turn in desk.turns}) == 40
+
+
+# -- the host is sacred ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_log_that_cannot_be_written_fails_no_request(house: House, stream: bool) -> None:
+    quiet = {"raise_errors": False}
+    with recording_stage(house, log=BrokenLog(), recorder=quiet) as desk:
+        assert desk.ask(stream=stream).status_code == 200
+
+
+@pytest.mark.parametrize("part", ["sends", "register", "finish", "new_turn_id"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_recorder_that_fails_fails_no_request(
+    house: House, monkeypatch: pytest.MonkeyPatch, part: str, stream: bool
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a bug in the recorder")
+
+    monkeypatch.setattr(f"marft_agents.serving.watch.HttpCall.{part}", broken)
+    with recording_stage(house, recorder={"raise_errors": False}) as desk:
+        plain = desk.post(CHAT, {"model": "router", "messages": HELLO, "stream": stream})
+        answer = desk.ask(stream=stream)
+        assert answer.status_code == 200
+        assert answer.text.count("w3 ") == plain.text.count("w3 ")
+        assert 'token_ids": [' not in answer.text
+        aliases = desk.stage.gateway.aliases
+        desk.stage.wait(lambda: not aliases.in_flight(aliases.routes()[0]))
+
+
+def test_no_key_is_in_the_log(house: House) -> None:
+    with recording_stage(house, api_key="sk-secret-1") as desk:
+        key = {"Authorization": "Bearer sk-secret-1:marft:agent=router,episode=e1"}
+        assert desk.post(CHAT, {"model": "router", "messages": HELLO}).status_code == 401
+        answer = desk.post(CHAT, {"model": "router", "messages": HELLO}, headers=key)
+        assert answer.status_code == 200
+        desk.stage.dead.append("the key sk-secret-1 was wrong")
+        desk.post(CHAT, {"model": "router", "messages": HELLO}, headers=key)
+        assert len(desk.turns) == 2
+        assert "sk-secret" not in "".join(event.model_dump_json() for event in desk.events)
+
+
+# -- without --record --------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_record_says_so(tmp_path: Path) -> None:
+    with running_stage(furnished(tmp_path)) as stage:
+        body = {"model": "router", "messages": []}
+        for path in (f"/episodes/e1/agents/router{CHAT}", f"/agents/router{CHAT}", "/episodes"):
+            answer = stage.http.post(f"{stage.url}{path}", json=body)
+            assert answer.status_code == 404
+            assert "start it with --record DIR" in answer.json()["error"]["message"]
+        for headers in ({"X-Marft-Record": "gateway", "X-Marft-Episode": "e"}, FORMS[4][1]):
+            answer = stage.http.post(f"{stage.url}{CHAT}", json=body, headers=headers)
+            assert answer.status_code == 400
+            assert "start it with --record DIR" in answer.json()["error"]["message"]
+
+
+def test_text_completions_are_not_recorded(quiet_desk: RecordingStage) -> None:
+    headers = {"Authorization": "Bearer marft:agent=a,episode=e1"}
+    body = {"model": "router", "prompt": "x"}
+    answer = quiet_desk.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == 400
+    assert quiet_desk.post("/v1/completions", body).status_code == 200
+
+
+def test_models_are_listed_below_every_address(quiet_desk: RecordingStage) -> None:
+    for prefix in ("/episodes/e1/agents/router", "/episodes/e1", "/agents/router"):
+        names = [m["id"] for m in quiet_desk.get(f"{prefix}/v1/models").json()["data"]]
+        assert names == ["router", "writer"]
+    assert quiet_desk.events == []
