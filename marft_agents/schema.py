@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -68,14 +68,23 @@ class Sampling(Record):
     max_tokens: int | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     grammar: bool = False
     """True when a grammar or a forced tool call constrained the tokens."""
+    shaped_by: list[str] = Field(default_factory=list[str])
+    """Other settings that forbade, forced or reweighted single tokens, e.g. ``logit_bias``."""
+    searched: bool = False
+    """True when the reply was chosen among several (beam search, best of)."""
 
     @property
     def truncates_support(self) -> bool:
         """Whether the sampled distribution is not a tempered softmax over the whole vocabulary."""
         return (
             self.grammar
+            or self.searched
+            or bool(self.shaped_by)
             or (self.top_p is not None and self.top_p < 1)
             or (self.top_k is not None and self.top_k > 0)
             or (self.min_p is not None and self.min_p > 0)
@@ -168,6 +177,8 @@ class Turn(Event):
             ),
             (self.adapter_start != self.adapter_end, "adapter version changed during the call"),
             (self.sampling.grammar, "sampled under a grammar"),
+            (self.sampling.searched, "chosen among several replies, not sampled"),
+            (_has_media(self.messages), "its prompt holds an image, audio or a file"),
         )
         return next((reason for failed, reason in checks if failed), None)
 
@@ -184,6 +195,24 @@ def _are_logprobs(values: list[float] | None) -> bool:
     if not values:
         return True
     return all(map(math.isfinite, values)) and max(values) <= 1e-3 and min(values) > -9999
+
+
+def _has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether token ids alone do not say what the model saw."""
+    for message in messages:
+        content = message.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            if isinstance(part, dict) and _MEDIA & cast("JsonDict", part).keys():
+                return True
+    return False
+
+
+_MEDIA = frozenset(
+    {
+        "image_url", "image", "image_embeds", "image_pil", "input_audio", "audio_url", "audio",
+        "audio_embeds", "video_url", "video", "file",
+    }
+)  # fmt: skip
 
 
 class ToolEvent(Event):

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 from marft_agents.recording.clean import jsonable, stored_messages
 from marft_agents.recording.episode import LiveEpisode, describe_error
 from marft_agents.recording.reply import Choice
-from marft_agents.recording.sampling import announced_defaults, announced_mode, sampling_of
+from marft_agents.recording.sampling import (
+    announced_defaults,
+    announced_logits,
+    announced_mode,
+    sampling_of,
+)
 from marft_agents.schema import JsonDict, Turn, TurnKind
 
 if TYPE_CHECKING:
@@ -72,8 +77,6 @@ class Call:
         self._delivered = delivered
         self._step = episode.begin_turn()
         self._started = time.perf_counter()
-        self._depends_on: list[str] | None = None
-        self._reserved: dict[int, str] = {}
         self._tag: str | None = None
 
     @property
@@ -97,30 +100,34 @@ class Call:
             CALL.reset(token)
 
     def sends(self, exchange: Exchange) -> None:
-        """An attempt goes out; the first one fixes what the prompt depends on."""
+        """An attempt goes out; what its prompt contains is decided now."""
+        for before in self.exchanges[-1:]:
+            if before.messages == exchange.messages:  # tried again
+                exchange.depends_on = before.depends_on
+                break
+        else:
+            exchange.depends_on = self._see(exchange.messages)
         self.exchanges.append(exchange)
-        self._see(exchange.messages)
 
     def _see(self, messages: Sequence[JsonDict]) -> list[str]:
-        if self._depends_on is None:
-            with self.episode.lock:
-                self._depends_on = self.episode.ledger.link(messages, self._delivered)
-        return self._depends_on
+        with self.episode.lock:
+            return self.episode.ledger.link(messages, self._delivered)
 
-    def register(self, choice: Choice) -> str:
+    def register(self, exchange: Exchange, choice: Choice) -> str:
         """Let later prompts be linked to this choice; returns its turn id."""
-        if choice.index not in self._reserved:
-            turn_id = self._reserved[choice.index] = self.new_turn_id(choice.index)
-            ids = [c["id"] for c in choice.tool_calls or () if isinstance(c.get("id"), str)]
-            with self.episode.lock:
-                self.episode.ledger.add(
-                    turn_id,
-                    self.agent,
-                    choice.text,
-                    call_ids=filter(None, ids),
-                    quotable=self.kind != "select",
-                )
-        return self._reserved[choice.index]
+        turn_id = exchange.turn_ids.get(choice.index)
+        if turn_id is None:
+            turn_id = exchange.turn_ids[choice.index] = self.new_turn_id(choice.index)
+            self._enter(turn_id, choice.text, choice.tool_calls)
+        return turn_id
+
+    def _enter(self, turn_id: str, text: str | None, tool_calls: list[JsonDict] | None) -> None:
+        ids = [c["id"] for c in tool_calls or () if isinstance(c.get("id"), str)]
+        quotable = self.kind != "select"
+        with self.episode.lock:
+            self.episode.ledger.add(
+                turn_id, self.agent, text, call_ids=filter(None, ids), quotable=quotable
+            )
 
     def new_turn_id(self, index: int) -> str:
         """An id for what choice ``index`` becomes."""
@@ -136,15 +143,14 @@ class Call:
         if not self.exchanges:
             self._log_unseen(error, unseen)
             return
-        attempt = 0
-        for exchange in self.exchanges:
-            attempt += 1
+        attempts: list[Exchange] = []
+        for exchange in list(self.exchanges):
+            attempts.append(exchange)
             last = exchange is self.exchanges[-1]
-            if not (last or exchange.answered):
-                continue
-            exchange.close()
-            self._log_exchange(exchange, attempt, error if last else None)
-            attempt = 0
+            if last or exchange.answered:
+                exchange.close()
+                self._log_exchange(attempts, error if last else None)
+                attempts = []
 
     def over(self, exchange: Exchange) -> None:
         """The app is through with an attempt's response; whoever made the call finishes it."""
@@ -154,35 +160,37 @@ class Call:
         with self.episode.core.safety.guard("record an unfinished call"):
             self.finish()
 
-    def _log_exchange(self, exchange: Exchange, attempt: int, error: BaseException | None) -> None:
+    def _log_exchange(self, attempts: Sequence[Exchange], error: BaseException | None) -> None:
+        """Log the turns of the last of ``attempts``, the one that counted."""
+        exchange = attempts[-1]
         reply = exchange.reply
         choices = list(reply.choices.values()) if reply else []
         problem = exchange.error or (describe_error(error) if error else None)
         for choice in choices or [Choice()]:
-            turn_id = self.register(choice) if choices else self.new_turn_id(0)
+            turn_id = self.register(exchange, choice) if choices else self.new_turn_id(0)
             complete = reply.complete(choice) if reply else not exchange.streaming
             self._log(
                 Turn(
-                    **self._identity(turn_id, exchange.messages),
+                    **self._identity(turn_id, exchange.messages, exchange.depends_on),
                     **_answer(exchange, choice),
-                    latency_s=round(exchange.ended - self._started, 6),
-                    attempt=attempt,
+                    latency_s=round(exchange.ended - attempts[0].started, 6),
+                    attempt=len(attempts),
                     complete=complete,
                     error=problem,
                 )
             )
-        self._reserved = {}
         if choices and problem is None and exchange.succeeded:
             exchange.say_if_ids_are_missing()
 
     def _log_unseen(self, error: BaseException | None, unseen: Unseen | None) -> None:
         unseen = unseen or Unseen(messages=())
         messages = stored_messages(jsonable(unseen.messages))
-        self._see(messages)  # before its own text is known
-        turn_id = self.register(Choice(text=unseen.text, tool_calls=unseen.tool_calls))
+        depends_on = self._see(messages)  # before its own text is known
+        turn_id = self.new_turn_id(0)
+        self._enter(turn_id, unseen.text, unseen.tool_calls)
         self._log(
             Turn(
-                **self._identity(turn_id, messages),
+                **self._identity(turn_id, messages, depends_on),
                 text=jsonable(unseen.text),
                 tool_calls=jsonable(unseen.tool_calls),
                 latency_s=round(time.perf_counter() - self._started, 6),
@@ -191,7 +199,9 @@ class Call:
             )
         )
 
-    def _identity(self, turn_id: str, messages: list[JsonDict]) -> dict[str, Any]:
+    def _identity(
+        self, turn_id: str, messages: list[JsonDict], depends_on: list[str]
+    ) -> dict[str, Any]:
         return {
             "time": self.episode.core.clock(),
             "episode_id": self.episode.id,
@@ -200,7 +210,7 @@ class Call:
             "kind": self.kind,
             "step": self._step,
             "messages": messages,
-            "depends_on": [t for t in self._see(messages) if t != turn_id],
+            "depends_on": depends_on,
             "selected_by": self._selected_by,
             "parent_agent": self._parent[0],
             "parent_turn": self._parent[1],
@@ -213,21 +223,26 @@ class Call:
 
 def _answer(exchange: Exchange, choice: Choice) -> dict[str, Any]:
     """The fields of a turn that come from the wire."""
-    reply = exchange.reply
-    adapter = exchange.response_header("x-marft-adapter")
-    defaults = announced_defaults(exchange.response_header("x-marft-sampling-defaults"))
+    reply, header = exchange.reply, exchange.response_header
+    adapter, mode = header("x-marft-adapter"), header("x-marft-logprobs-mode")
+    plain = choice.finish_reason == "stop" and not choice.tool_calls
     return {
         "text": choice.text,
-        "tool_calls": jsonable(choice.tool_calls),
+        "reasoning": choice.reasoning,
+        "tool_calls": choice.tool_calls,
         "finish_reason": choice.finish_reason,
         "token_ids": choice.token_ids,
-        "logprobs": choice.logprobs,
+        "logprobs": None if announced_logits(mode) else choice.logprobs,
         "choice_index": choice.index,
         "prompt_token_ids": reply.prompt_token_ids if reply else None,
         "response_id": reply.response_id if reply else None,
         "adapter_start": adapter or (reply.first_model if reply else None),
         "adapter_end": adapter or (reply.last_model if reply else None),
-        "logprob_mode": announced_mode(exchange.response_header("x-marft-logprobs-mode")),
-        "sampling": sampling_of(exchange.request_body, defaults),
+        "logprob_mode": announced_mode(mode),
+        "sampling": sampling_of(
+            exchange.request_body,
+            announced_defaults(header("x-marft-sampling-defaults")),
+            plain_answer=plain,
+        ),
         "model": exchange.asked_model,
     }

@@ -7,44 +7,20 @@ client, whoever asks for it, and taken off by the last one.
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from marft_agents.errors import ConfigError, IntegrationError
-from marft_agents.recording.call import CALL, TAG, Call, tagged_call
+from marft_agents.recording.call import CALL, TAG, tagged_call
 from marft_agents.recording.core import Core
-from marft_agents.recording.episode import LiveEpisode, current_episode
+from marft_agents.recording.elsewhere import say_elsewhere
 from marft_agents.recording.exchange import CHAT_PATH, Exchange
-from marft_agents.schema import JsonDict
-
-_RETRIES: ContextVar[OwnCall | None] = ContextVar("marft_retries", default=None)
-
-
-class OwnCall(Call):
-    """A call that nobody announced: it begins with its request and ends with its response.
-
-    An end that the SDK may retry is held back until its next attempt, another call, or the end of
-    the episode.
-    """
-
-    def __init__(self, episode: LiveEpisode, agent: str, content: bytes) -> None:
-        super().__init__(episode, agent)
-        self.content = content
-        episode.open_calls.add(self)
-
-    @property
-    def held_back(self) -> bool:
-        """Whether its last attempt has failed and another may follow."""
-        return not self.finished and bool(self.exchanges) and self.exchanges[-1].closed
-
-    def over(self, exchange: Exchange) -> None:
-        if exchange.answered or not exchange.may_be_retried:
-            self.finish()
+from marft_agents.recording.jsontext import JsonObject
+from marft_agents.recording.outgoing import rebuilt
+from marft_agents.recording.own import OwnCall, own_call
 
 
 @dataclass(eq=False)
@@ -100,11 +76,11 @@ class Hook:
         return send
 
     def send_sync(self, request: Any, kwargs: dict[str, Any]) -> Any:
-        exchange = self._open(request)
+        exchange, request = self._open(request)
         if exchange is None:
             return self._send(request, **kwargs)
         core = exchange.call.episode.core
-        if core.inject == "auto":
+        if core.asks_servers:
             exchange.verdict = core.servers.known(exchange.base_url) or core.servers.ask(
                 exchange.base_url, request, self._send
             )
@@ -121,12 +97,12 @@ class Hook:
         return self._received(exchange, response, kwargs)
 
     async def send_async(self, request: Any, kwargs: dict[str, Any]) -> Any:
-        exchange = self._open(request)
+        exchange, request = self._open(request)
         if exchange is None:
             return await self._send(request, **kwargs)
         core = exchange.call.episode.core
         try:
-            if core.inject == "auto":
+            if core.asks_servers:
                 exchange.verdict = core.servers.known(
                     exchange.base_url
                 ) or await core.servers.ask_async(exchange.base_url, request, self._send)
@@ -141,25 +117,33 @@ class Hook:
             raise
         return self._received(exchange, response, kwargs)
 
-    def _open(self, request: Any) -> Exchange | None:
-        """The record of this request, or ``None`` when it is none of ours."""
-        if request.method != "POST" or not request.url.path.endswith(CHAT_PATH):
-            return None
-        tagged = _tagged(request)
-        announced, owner = tagged or CALL.get(), self.owner
-        core = announced.episode.core if announced else owner.core if owner else None
-        if core is None or (core.closed and tagged is None):
-            return None
+    def _open(self, request: Any) -> tuple[Exchange | None, Any]:
+        """The record of this request, ``None`` when it is none of ours, and the request to send."""
+        if request.method != "POST":
+            return None, request
+        announced, owner = CALL.get(), self.owner
+        path = request.url.path
+        if not path.endswith(CHAT_PATH):
+            core, agent = (owner.core, owner.agent) if owner else (None, None)
+            say_elsewhere(path, announced, core, agent)
+            return None, request
+        body = _body(request, announced is not None or owner is not None)
+        if body is None:
+            return None, request
+        tagged = tagged_call(body.fields.get("user"))
+        call = tagged or announced
+        core = call.episode.core if call else owner.core if owner else None
+        if core is None or core.closed:
+            drop = ("user",) if tagged else ()
+            return None, rebuilt(request, body.edited(drop=drop)[1], None) if drop else request
         with core.safety.guard("read a request"):
-            body = json.loads(request.content)
-            agent = (owner.agent if owner else None) or ""
-            call = announced or _own_call(core, agent, request)
-            if call is None or not isinstance(body, dict):
-                return None
-            exchange = Exchange(call, request, cast("JsonDict", body), tagged=tagged is not None)
-            call.sends(exchange)
-            return exchange
-        return None
+            if call is None and owner is not None:
+                call = own_call(core, owner.agent or "", request)
+            if call is not None:
+                exchange = Exchange(call, request, body, tagged=tagged is not None)
+                call.sends(exchange)
+                return exchange, request
+        return None, request
 
     def _failed(self, exchange: Exchange, error: BaseException) -> None:
         with exchange.call.episode.core.safety.guard("record a failed request"):
@@ -179,45 +163,24 @@ class Hook:
 
 
 _lock = threading.Lock()
+_TAG = f'"{TAG}'.encode()
 
 
-def _tagged(request: Any) -> Call | None:
-    """The call that the request's body names, if any."""
+def _body(request: Any, recorded: bool) -> JsonObject | None:
+    """The request's JSON, where somebody records it or it may name its call."""
     try:
         content: bytes = request.content
-        if TAG.encode() not in content:
+        if not recorded and _TAG not in content:
             return None
-        body = json.loads(content)
-    except Exception:  # a body that is streamed, or no JSON: none that a runtime tagged
+        return JsonObject(content)
+    except Exception:  # a body that is streamed, or no JSON object: no SDK made it
         return None
-    return tagged_call(body.get("user")) if isinstance(body, dict) else None
 
 
 def _plain(exchange: Exchange, response: Any) -> Any | None:
     """The app's own request, to be sent after a refusal of ours."""
     safety = exchange.call.episode.core.safety
     return safety.attempt("read a refusal", lambda: exchange.without_fields(response))
-
-
-def _own_call(core: Core, agent: str, request: Any) -> OwnCall | None:
-    episode = current_episode(core)
-    if episode is None:
-        core.safety.warn_once(
-            ("no episode", agent),
-            f"marft-agents: a call of the client attached to agent {agent!r} was made outside"
-            " an episode and is not recorded; put it inside `with recorder.episode():` (a"
-            " thread of your own does not inherit it: use `with episode.active():` there)",
-        )
-        return None
-    waiting = _RETRIES.get()
-    if waiting is not None and waiting.held_back:
-        again = request.headers.get("x-stainless-retry-count") not in (None, "0")
-        if again and waiting.episode is episode and waiting.content == request.content:
-            return waiting
-        waiting.finish()
-    call = OwnCall(episode, agent, request.content)
-    _RETRIES.set(call)
-    return call
 
 
 def capture(client: Any, core: Core, agent: str | None = None) -> Claim:

@@ -47,6 +47,11 @@ class Core:
     keep_caches: bool = False
     closed: bool = False
 
+    @property
+    def asks_servers(self) -> bool:
+        """Whether to know a server's models before the first call goes there."""
+        return self.inject == "auto" or self.models == "auto"
+
     def emit(self, event: Event) -> None:
         self.sink.put(event)
 

@@ -1,29 +1,30 @@
 """One HTTP attempt at a chat completion: the request as sent, the reply as received.
 
-Invariant: the app's request keeps everything the app put in it and gains at most two body fields
-and two headers (and, where the app asked for it, another model name). The app's response keeps its
-bytes, chunk by chunk; reading them also feeds the record. ``httpx`` and ``httpx2`` are the same
-here: requests and responses are built with the type that came in.
+Invariant: the app's request keeps everything the app put in it, byte for byte, and gains at most
+two body fields and two headers (and, where the app asked for it, another model name). The app's
+response keeps its bytes, chunk by chunk (but for the model name that was asked for); reading them
+also feeds the record. ``httpx`` and ``httpx2`` are the same here.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any, cast
-from urllib.parse import quote
 
 from marft_agents.recording.call import Call
 from marft_agents.recording.clean import stored_messages
-from marft_agents.recording.core import Models
 from marft_agents.recording.episode import describe_error
-from marft_agents.recording.reply import Reply, StreamReader, completion, error_text
+from marft_agents.recording.events import StreamReader
+from marft_agents.recording.jsontext import JsonObject, mapping, parse_json
+from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt
+from marft_agents.recording.renaming import Renamer, renamed_response
+from marft_agents.recording.reply import Reply, completion, error_text
+from marft_agents.recording.routing import routed_model
 from marft_agents.recording.server import Verdict
 from marft_agents.recording.tee import tee
 from marft_agents.schema import JsonDict
 
 CHAT_PATH = "/chat/completions"
-TOKEN_FIELDS: JsonDict = {"return_token_ids": True, "logprobs": True}
 _RETRIED = frozenset({408, 409, 429})
 _REFUSALS = frozenset({400, 422})
 _KEY_HEADERS = ("authorization", "api-key", "x-api-key")
@@ -31,19 +32,26 @@ _SHORTEST_KEY = 6
 
 
 class Exchange:
-    """Record of one attempt; filled while the app reads the response."""
+    """Record of one attempt; filled while the app reads the response.
 
-    def __init__(self, call: Call, request: Any, body: JsonDict, *, tagged: bool = False) -> None:
+    ``body`` is the request's JSON; it is edited only where ``outgoing`` is asked for, which needs
+    its text. ``tagged``: whether it names its call, which what goes out must not.
+    """
+
+    def __init__(
+        self, call: Call, request: Any, body: JsonDict | JsonObject, *, tagged: bool = False
+    ) -> None:
         self.call = call
-        self._tagged = tagged
-        """Whether the request as it came names the call; what goes out must not."""
-        if tagged:
-            body = {k: v for k, v in body.items() if k != "user"}
-        self._app_body = self.request_body = body
+        self._wire = body if isinstance(body, JsonObject) else None
+        body = body.fields if isinstance(body, JsonObject) else body
+        self.request_body = body
         self.injected = self.refused_fields = False
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
-        self.messages = stored_messages(body.get("messages"))
+        self.messages = _sent_messages(body.get("messages"))
+        self.depends_on: list[str] = []
+        self.turn_ids: dict[int, str] = {}
+        """Turn id of each choice that later prompts may contain."""
         self.base_url = str(request.url.copy_with(query=None)).removesuffix(CHAT_PATH)
         self.verdict: Verdict | None = None
         self.status: int | None = None
@@ -52,15 +60,18 @@ class Exchange:
         self.reply: Reply | None = None
         self.closed = False
         self.started = self.ended = time.perf_counter()
+        self.renamer: Renamer | None = None
+        self._tagged = tagged
         self._request = request
         self._headers: Any = {}
         self._reader: StreamReader | None = None
         self._raw: list[bytes] = []
+        self._fed: float | None = None
 
     @property
     def answered(self) -> bool:
         """Whether the server gave this attempt a completion."""
-        return self.status == 200
+        return self.status is not None and 200 <= self.status < 300
 
     @property
     def succeeded(self) -> bool:
@@ -84,7 +95,9 @@ class Exchange:
         core = self.call.episode.core
         undecided = self.verdict is None or self.verdict.accepts is not False
         self.injected = core.inject == "always" or (core.inject == "auto" and undecided)
-        return self._build(self.injected)
+        request = self._build(self.injected)
+        self.started = self.ended = time.perf_counter()
+        return request
 
     def without_fields(self, response: Any) -> Any | None:
         """The request as the app made it, when a server that could not be asked says no to ours."""
@@ -95,38 +108,19 @@ class Exchange:
         return self._build(False)
 
     def _build(self, inject: bool) -> Any:
-        core, body = self.call.episode.core, dict(self._app_body)
-        headers: list[tuple[bytes, bytes]] = []
-        if inject:
-            body |= {k: v for k, v in TOKEN_FIELDS.items() if k not in body}
-            headers = [
-                (b"X-Marft-Episode", quote(self.call.episode.id).encode()),
-                (b"X-Marft-Agent", quote(self.call.agent).encode()),
-            ]
-        model = self._routed(core.models)
-        if model is not None:
-            body["model"] = model
-        self.request_body = body
-        if body == self._app_body and not headers and not self._tagged:
+        assert self._wire is not None
+        call, body = self.call, self._wire.fields
+        put = {k: v for k, v in TOKEN_FIELDS.items() if k not in body} if inject else {}
+        model = routed_model(call.episode.core, call.agent, self)
+        if model is not None and model != self.asked_model:
+            put["model"] = model
+            self.renamer = Renamer(self.asked_model) if self.asked_model is not None else None
+        if not (inject or put or self._tagged):
+            self.request_body = body
             return self._request
-        kept = [
-            (k, v)
-            for k, v in self._request.headers.raw
-            if k.lower() not in (b"content-length", b"x-marft-episode", b"x-marft-agent")
-        ]
-        return type(self._request)(
-            self._request.method,
-            self._request.url,
-            headers=kept + headers,
-            content=json.dumps(body, separators=(",", ":")).encode(),
-            extensions=self._request.extensions,
-        )
-
-    def _routed(self, models: Models) -> str | None:
-        """The model to send this agent to, where the recorder was told one."""
-        if models == "auto":
-            return None
-        return models.get(self.call.agent)
+        self.request_body, data = self._wire.edited(put, ("user",) if self._tagged else ())
+        identity = (call.episode.id, call.agent) if inject else None
+        return rebuilt(self._request, data, identity)
 
     def _settle(self) -> None:
         """Learn from a reply of a server that could not be asked."""
@@ -148,13 +142,24 @@ class Exchange:
         self.close()
 
     def begin(self, status: int, headers: Any) -> None:
-        """The response has begun; its body goes to ``feed``, its end to ``close``."""
+        """The answer begins: what came before its body."""
         self.status = status
         self._headers = headers
-        self.streaming = bool(self.request_body.get("stream")) and self.answered
+        kind = str(headers.get("content-type") or "").lower()
+        asked = bool(self.request_body.get("stream"))
+        self.streaming = self.answered and (
+            "event-stream" in kind or (asked and "json" not in kind)
+        )
+        if self.answered and asked != self.streaming:
+            asked_for = "a stream" if asked else "a reply in one piece"
+            self.error = f"the app asked for {asked_for} and the server answered otherwise"
         if self.streaming:
             self._reader = StreamReader(expected=self._expected())
             self.reply = self._reader.reply
+        if not self.answered:
+            self.renamer = None
+        elif self.renamer is not None and not self.streaming:
+            self.renamer.in_one_piece()
 
     def received(self, response: Any, *, stream: bool, is_async: bool) -> Any:
         """Attach to ``response``; returns what the app is to get (the same object, as a rule)."""
@@ -162,32 +167,40 @@ class Exchange:
         if stream:
             tee(response, self, is_async=is_async)
             return response
-        self.feed(response.content)
+        content = response.content
+        self.feed(content)
         self.close()
-        return self._renamed(response)
+        if self.renamer is None:
+            return response
+        return renamed_response(response, self.renamer.feed(content) + self.renamer.end())
 
     def feed(self, data: bytes) -> None:
         """The app has received ``data``."""
+        self._fed = time.perf_counter()
         if self._reader is None:
             self._raw.append(data)
             return
         self._reader.feed(data)
         if self._reader.reply.finished:
-            for choice in self._reader.reply.choices.values():
-                self.call.register(choice)
+            self._register()
 
     def close(self, error: BaseException | None = None) -> None:
-        """The response is read, cut or given up. The first time counts."""
+        """The response is read, given up, or cut by ``error``. The first time counts."""
         if self.closed:
             return
         self.closed = True
-        self.ended = time.perf_counter()
         with self.call.episode.core.safety.guard("read a reply"):
             self._read_body()
             self._settle()
-        cut = error is not None and not (self.reply and self.reply.finished)
-        if error is not None and cut:
+            self._register()
+        if error is not None:
             self.error = self.error or describe_error(error)
+        cut = error is not None or self._fed is None
+        self.ended = time.perf_counter() if cut else cast("float", self._fed)
+
+    def _register(self) -> None:
+        for choice in self.reply.choices.values() if self.reply else ():
+            self.call.register(self, choice)
 
     def _read_body(self) -> None:
         if self._reader is not None:
@@ -198,7 +211,7 @@ class Exchange:
             return
         raw, self._raw = b"".join(self._raw), []
         try:
-            body = json.loads(raw)
+            body = parse_json(raw)
         except ValueError:
             body = None
         if self.answered and isinstance(body, dict):
@@ -224,33 +237,6 @@ class Exchange:
                 text = text.replace(key, "***")
         return text[:500]
 
-    def _renamed(self, response: Any) -> Any:
-        """With another model sent than asked for, the reply names the one asked for.
-
-        Clients warn about a mismatch. Streams are left alone: nobody compares there, and rewriting
-        them would cost the byte-for-byte promise.
-        """
-        sent = self.request_body.get("model")
-        if sent == self.asked_model or self.asked_model is None or not self.succeeded:
-            return response
-        body = response.json()
-        body["model"] = self.asked_model
-        headers = [
-            (k, v)
-            for k, v in response.headers.raw
-            if k.lower() not in (b"content-length", b"content-encoding", b"transfer-encoding")
-        ]
-        renamed = type(response)(
-            response.status_code,
-            headers=headers,
-            content=json.dumps(body).encode(),
-            request=response.request,
-            extensions=response.extensions,
-            history=response.history,
-        )
-        renamed.elapsed = response.elapsed
-        return renamed
-
     def say_if_ids_are_missing(self) -> None:
         """Warn once per agent and server when a good reply cannot be trained on."""
         choices = self.reply.choices.values() if self.reply else ()
@@ -274,3 +260,21 @@ class Exchange:
             f"marft-agents: replies to agent {agent!r} from {self.base_url} carry no {missing}, so"
             f" its turns are logged but cannot be trained on; {why}; {cure}",
         )
+
+
+def _sent_messages(messages: Any) -> list[JsonDict]:
+    """Messages of a request as the log keeps them.
+
+    They were read from the wire for us alone, so those of plain text are kept without a copy.
+    """
+    if not isinstance(messages, list):
+        return []
+    listed = cast("list[Any]", messages)
+    return [m if _is_plain(m) else stored_messages([m])[0] for m in listed]
+
+
+def _is_plain(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(mapping(message).get("content", ""), str | None)
+
+
+__all__ = ["CHAT_PATH", "TOKEN_FIELDS", "Exchange"]

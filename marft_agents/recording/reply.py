@@ -1,18 +1,22 @@
 """What one chat completion answered, streamed or not, in one shape.
 
 Invariant: ids and log-probabilities are the server's, in its order; nothing is added, repaired or
-derived from text. A stream that stopped before every choice had a finish reason is not complete,
-and neither is a reply whose ids do not add up to the reported usage.
+derived from text. A reply whose ids do not add up to the usage that the server reports, text that
+came without its ids, a reply that the server broke off, and a stream that stopped before every
+choice had a finish reason are not complete.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from marft_agents.recording.jsontext import mapping, mappings
 from marft_agents.schema import JsonDict
+
+_BROKEN_OFF = frozenset({"abort", "error"})
+"""Finish reasons of replies that the engine gave up."""
 
 
 @dataclass(slots=True)
@@ -21,22 +25,36 @@ class Choice:
 
     index: int = 0
     text: str | None = None
+    reasoning: str | None = None
     tool_calls: list[JsonDict] | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    counted: int | None = field(default=None, compare=False)
+    """Tokens of this choice, as a stream with running usage reports them."""
+    gap: bool = field(default=False, compare=False)
+    """Whether some of its text came without ids."""
+    places: dict[int, JsonDict] = field(default_factory=dict[int, JsonDict], compare=False)
+    """Tool calls of a stream, by the index that the server gives them."""
 
-    def read_tokens(self, raw: Mapping[str, Any]) -> None:
-        """Append the ids and log-probabilities that ``raw`` (a choice or a delta) carries."""
-        ids = raw.get("token_ids")
-        if isinstance(ids, list):
-            self.token_ids = [*(self.token_ids or ()), *(int(i) for i in cast("list[Any]", ids))]
-        content = _mapping(raw.get("logprobs")).get("content")
+    def read_tokens(self, raw: Mapping[str, Any]) -> bool:
+        """Append the ids and log-probabilities that ``raw`` (a choice or a delta) carries.
+
+        Returns whether it carries ids.
+        """
+        content = mapping(raw.get("logprobs")).get("content")
         if isinstance(content, list):
-            values = [_logprob(item) for item in cast("list[Any]", content)]
-            self.logprobs = [*(self.logprobs or ()), *values]
-        if isinstance(raw.get("finish_reason"), str):
-            self.finish_reason = raw["finish_reason"]
+            self.logprobs = self.logprobs if self.logprobs is not None else []
+            self.logprobs.extend(_logprobs(cast("list[Any]", content)))
+        reason = raw.get("finish_reason")
+        if isinstance(reason, str):
+            self.finish_reason = reason
+        ids = token_ids(raw.get("token_ids"))
+        if ids is None:
+            return False
+        self.token_ids = self.token_ids if self.token_ids is not None else []
+        self.token_ids.extend(ids)
+        return True
 
 
 @dataclass(slots=True)
@@ -49,6 +67,7 @@ class Reply:
     first_model: str | None = None
     last_model: str | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
     error: str | None = None
@@ -63,14 +82,15 @@ class Reply:
         if isinstance(body.get("model"), str) and body["model"]:
             self.last_model = body["model"]
             self.first_model = self.first_model or self.last_model
-        prompt = body.get("prompt_token_ids")
-        if isinstance(prompt, list):
-            self.prompt_token_ids = [int(i) for i in cast("list[Any]", prompt)]
-        tokens = _mapping(body.get("usage")).get("completion_tokens")
-        if isinstance(tokens, int):
-            self.completion_tokens = tokens
+        self.prompt_token_ids = token_ids(body.get("prompt_token_ids")) or self.prompt_token_ids
         if body.get("error"):
             self.error = error_text(body)
+
+    def read_usage(self, body: Mapping[str, Any]) -> None:
+        """Read the token counts of the whole reply."""
+        usage = mapping(body.get("usage"))
+        self.completion_tokens = _count(usage, "completion_tokens", self.completion_tokens)
+        self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
 
     @property
     def finished(self) -> bool:
@@ -80,114 +100,104 @@ class Reply:
 
     def complete(self, choice: Choice) -> bool:
         """Whether all of this choice's tokens arrived."""
+        reason = choice.finish_reason
+        if reason in _BROKEN_OFF or (reason is None and self.streamed):
+            return False
+        return self._adds_up() and not (choice.token_ids and not _whole(choice))
+
+    def _adds_up(self) -> bool:
         ids = sum(len(c.token_ids or ()) for c in self.choices.values())
-        counted = self.completion_tokens
-        adds_up = not ids or counted is None or counted == ids
-        return adds_up and (choice.finish_reason is not None or not self.streamed)
+        if ids and self.completion_tokens not in (None, ids):
+            return False
+        prompt = len(self.prompt_token_ids or ())
+        return not prompt or self.prompt_tokens in (None, prompt)
+
+
+def _whole(choice: Choice) -> bool:
+    return not choice.gap and choice.counted in (None, len(choice.token_ids or ()))
 
 
 def completion(body: Mapping[str, Any], expected: int = 1) -> Reply:
     """A reply that came in one piece."""
     reply = Reply(expected=expected)
     reply.read_common(body)
-    for position, raw in enumerate(_mappings(body.get("choices"))):
-        choice = reply.choice(_index(raw, position))
+    reply.read_usage(body)
+    for position, raw in enumerate(mappings(body.get("choices"))):
+        choice = reply.choice(index_of(raw, position))
         choice.read_tokens(raw)
-        message = _mapping(raw.get("message"))
-        content = message.get("content")
-        choice.text = content if isinstance(content, str) else None
-        choice.tool_calls = [dict(c) for c in _mappings(message.get("tool_calls"))] or None
+        message = mapping(raw.get("message"))
+        choice.text = said(message)
+        choice.reasoning = reasoned(message)
+        choice.tool_calls = [dict(c) for c in mappings(message.get("tool_calls"))] or None
+        legacy = message.get("function_call")
+        if choice.tool_calls is None and isinstance(legacy, dict):
+            choice.tool_calls = [legacy_call(cast("JsonDict", legacy))]
     return reply
 
 
-class StreamReader:
-    """Server-sent events, fed as bytes in any cut, folded into ``reply``."""
-
-    def __init__(self, expected: int = 1) -> None:
-        self.reply = Reply(streamed=True, expected=expected)
-        self._tail = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        for line in lines:
-            self._line(line.rstrip(b"\r"))
-
-    def end(self) -> None:
-        """The body is over: read an event that has no blank line after it."""
-        if self._tail:
-            self._line(self._tail.rstrip(b"\r"))
-            self._tail = b""
-        self._dispatch()
-
-    def _line(self, line: bytes) -> None:
-        if line.startswith(b"data:"):
-            self._data.append(line[5:].removeprefix(b" "))
-        elif not line:
-            self._dispatch()
-
-    def _dispatch(self) -> None:
-        event, self._data = b"\n".join(self._data).strip(), []
-        if not event or event == b"[DONE]":
-            return
-        try:
-            chunk = json.loads(event)
-        except ValueError:
-            return  # cut in the middle of an event: what came before still counts
-        if isinstance(chunk, dict):
-            self._chunk(cast("JsonDict", chunk))
-
-    def _chunk(self, chunk: JsonDict) -> None:
-        self.reply.read_common(chunk)
-        for position, raw in enumerate(_mappings(chunk.get("choices"))):
-            choice = self.reply.choice(_index(raw, position))
-            choice.read_tokens(raw)
-            delta = _mapping(raw.get("delta"))
-            content = delta.get("content")
-            if isinstance(content, str) and (content or not choice.tool_calls):
-                choice.text = (choice.text or "") + content
-            for call in _mappings(delta.get("tool_calls")):
-                _merge_call(choice, call)
+def said(message: Mapping[str, Any]) -> str | None:
+    """The words of a message or delta: its content, else its refusal or what it spoke."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_texts(cast("list[Any]", content)))
+    if isinstance(content, str) and content:
+        return content
+    for other in (message.get("refusal"), mapping(message.get("audio")).get("transcript")):
+        if isinstance(other, str):
+            return other
+    return content if isinstance(content, str) else None
 
 
-def _merge_call(choice: Choice, delta: Mapping[str, Any]) -> None:
-    choice.text = choice.text or None  # streams open with an empty text where replies have none
-    calls = choice.tool_calls = choice.tool_calls if choice.tool_calls is not None else []
-    index = _index(delta, max(len(calls) - 1, 0))
-    while len(calls) <= index:
-        calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-    call = calls[index]
-    if isinstance(delta.get("id"), str):
-        call["id"] = delta["id"] or call["id"]
-    function = _mapping(delta.get("function"))
-    for name in ("name", "arguments"):
-        if isinstance(function.get(name), str):
-            call["function"][name] += function[name]
+def _texts(parts: list[Any]) -> list[str]:
+    texts = [mapping(part).get("text") for part in parts]
+    return [text for text in texts if isinstance(text, str)]
+
+
+def reasoned(message: Mapping[str, Any]) -> str | None:
+    """The reasoning of a message or delta, under either of its names."""
+    for name in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            return message[name]
+    return None
+
+
+def legacy_call(function: Mapping[str, Any]) -> JsonDict:
+    """A ``function_call`` of the time before ``tool_calls``, in today's shape."""
+    return {"id": "", "type": "function", "function": dict(function)}
 
 
 def error_text(body: Any) -> str:
     """The message of an error body in any of the usual shapes."""
-    error = _mapping(body).get("error", body)
-    message = _mapping(error).get("message") or _mapping(body).get("detail") or error
+    error = mapping(body).get("error", body)
+    message = mapping(error).get("message") or mapping(body).get("detail") or error
     return str(message)
 
 
-def _logprob(item: Any) -> float:
-    value = _mapping(item).get("logprob")
-    return float(value) if isinstance(value, int | float) else float("nan")
+def token_ids(value: Any) -> list[int] | None:
+    """A list of integers, else ``None``; the list is the caller's from now on."""
+    if not isinstance(value, list):
+        return None
+    ids = cast("list[Any]", value)
+    return cast("list[int]", ids) if set(map(type, ids)) <= {int} else None
 
 
-def _index(raw: Mapping[str, Any], default: int) -> int:
+def index_of(raw: Mapping[str, Any], default: int) -> int:
     index = raw.get("index")
     return index if isinstance(index, int) and 0 <= index < 1024 else default
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+def _logprobs(content: list[Any]) -> list[float]:
+    try:
+        return [float(item["logprob"]) for item in content]
+    except (TypeError, KeyError, ValueError):
+        return [_logprob(item) for item in content]
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list):
-        return []
-    return [cast("Mapping[str, Any]", v) for v in cast("list[Any]", value) if isinstance(v, dict)]
+def _logprob(item: Any) -> float:
+    value = mapping(item).get("logprob")
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _count(usage: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    value = usage.get(name)
+    return value if isinstance(value, int) else default

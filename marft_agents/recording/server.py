@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
+
+from marft_agents.recording.jsontext import mapping, mappings
 
 ACCEPTING_OWNERS = frozenset({"vllm", "marft-agents"})
 TIMEOUT_S = 1.0
@@ -29,6 +31,8 @@ class Verdict:
     reason: str
     retry_at: float | None = None
     """``time.monotonic()`` after which to ask again; ``None``: settled."""
+    models: frozenset[str] = frozenset()
+    """Names that it lists."""
 
 
 class KnownServers:
@@ -46,7 +50,9 @@ class KnownServers:
 
     def settle(self, base_url: str, accepts: bool, reason: str) -> None:
         """A reply has shown what the server does."""
-        self._verdicts[base_url] = Verdict(accepts, reason)
+        before = self._verdicts.get(base_url)
+        models = before.models if before else frozenset[str]()
+        self._verdicts[base_url] = Verdict(accepts, reason, models=models)
 
     def ask(self, base_url: str, request: Any, send: Callable[[Any], Any]) -> Verdict:
         """Ask over a blocking client. ``request`` is the app's, for its headers."""
@@ -98,17 +104,20 @@ def _question(base_url: str, request: Any) -> Any:
 
 def _judge(base_url: str, response: Any) -> Verdict:
     asked = f"GET {base_url}/models"
+    retry_at = time.monotonic() + _RETRY_QUICK_S
     if response.status_code != 200:
-        retry_at = time.monotonic() + _RETRY_QUICK_S
         return Verdict(False, f"{asked} answered {response.status_code}", retry_at)
-    listing = response.json()
-    owners: set[str] = set()
-    if isinstance(listing, dict):
-        for model in cast("dict[str, Any]", listing).get("data") or ():
-            owners.add(str(model.get("owned_by")))
+    listing = mapping(response.json())
+    data = mappings(listing.get("data"))
+    if not data:
+        return Verdict(False, f"{asked} lists no model", retry_at)
+    owners = {str(model.get("owned_by")) for model in data}
+    names = frozenset(str(model.get("id")) for model in data)
     if owners & ACCEPTING_OWNERS:
-        return Verdict(True, f"{asked} names {sorted(owners & ACCEPTING_OWNERS)[0]}")
-    return Verdict(False, f"{asked} names the owners {sorted(owners)}, not vllm or marft-agents")
+        reason = f"{asked} names {sorted(owners & ACCEPTING_OWNERS)[0]}"
+        return Verdict(True, reason, models=names)
+    reason = f"{asked} names the owners {sorted(owners)}, not vllm or marft-agents"
+    return Verdict(False, reason, models=names)
 
 
 def _unreachable(base_url: str, error: Exception, started: float) -> Verdict:

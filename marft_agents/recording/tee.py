@@ -6,14 +6,11 @@ chunk, and ends when the app has read everything, closes the response, or lets i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from marft_agents.recording.exchange import Exchange
-
-_NO_ERROR = (GeneratorExit, StopIteration, StopAsyncIteration)
 
 
 def tee(response: Any, exchange: Exchange, *, is_async: bool) -> None:
@@ -24,67 +21,108 @@ def tee(response: Any, exchange: Exchange, *, is_async: bool) -> None:
         _tee_sync(response, exchange)
 
 
-def _safely_feed(exchange: Exchange, data: bytes) -> None:
-    with exchange.call.episode.core.safety.guard("read a streamed reply"):
+def _fed(exchange: Exchange, data: bytes) -> bytes:
+    """What the app sees of ``data``."""
+    try:
         exchange.feed(data)
+    except Exception as error:
+        exchange.call.episode.core.safety.failed("read a streamed reply", error)
+    return data if exchange.renamer is None else exchange.renamer.feed(data)
+
+
+def _rest(exchange: Exchange) -> bytes:
+    return b"" if exchange.renamer is None else exchange.renamer.end()
 
 
 def _tee_sync(response: Any, exchange: Exchange) -> None:
     read, close = response.iter_bytes, response.close
+    reading = False  # a close inside of it comes from the client, which knows why; it raises next
 
     def iter_bytes(*args: Any, **kwargs: Any) -> Iterator[bytes]:
         chunks = read(*args, **kwargs)
         if exchange.closed:  # a second reading, of the stored content
             yield from chunks
             return
+        nonlocal reading
+        problem: BaseException | None = None
         try:
+            reading = True
             for chunk in chunks:
-                _safely_feed(exchange, chunk)
-                yield chunk
+                if seen := _fed(exchange, chunk):
+                    reading = False
+                    yield seen
+                    reading = True
+            reading = False
+            if seen := _rest(exchange):
+                yield seen
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            problem = error
+            raise
         finally:
-            _over(exchange)
+            reading = False
+            _over(exchange, problem)
 
     def close_response() -> None:
         try:
             close()
         finally:
-            _over(exchange)
+            if not reading:
+                _over(exchange)
 
     response.iter_bytes, response.close = iter_bytes, close_response
 
 
 def _tee_async(response: Any, exchange: Exchange) -> None:
     read, aclose = response.aiter_bytes, response.aclose
+    reading = False
 
     async def aiter_bytes(*args: Any, **kwargs: Any) -> AsyncIterator[bytes]:
         chunks = read(*args, **kwargs)
+        nonlocal reading
+        problem: BaseException | None = None
         try:
             if exchange.closed:  # a second reading, of the stored content
                 async for chunk in chunks:
                     yield chunk
                 return
+            reading = True
             async for chunk in chunks:
-                _safely_feed(exchange, chunk)
-                yield chunk
+                if seen := _fed(exchange, chunk):
+                    reading = False
+                    yield seen
+                    reading = True
+            reading = False
+            if seen := _rest(exchange):
+                yield seen
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            problem = error
+            raise
         finally:
-            _over(exchange)
+            reading = False
+            _over(exchange, problem)
             await chunks.aclose()
 
     async def close_response() -> None:
         try:
             await aclose()
         finally:
-            _over(exchange)
+            if not reading:
+                _over(exchange)
 
     response.aiter_bytes, response.aclose = aiter_bytes, close_response
 
 
-def _over(exchange: Exchange) -> None:
-    """The app is through with the response, perhaps because of the exception in flight."""
-    error = sys.exception()
-    if isinstance(error, _NO_ERROR):
-        error = None  # the app stopped reading: what came is recorded, incomplete unless finished
+def _over(exchange: Exchange, problem: BaseException | None = None) -> None:
+    """The app is through with the response; ``problem``: why the next bytes did not come.
+
+    Where there is none and the reply is unfinished, the app stopped reading: what came is recorded,
+    incomplete.
+    """
     with exchange.call.episode.core.safety.guard("record a streamed reply"):
         if not exchange.closed:
-            exchange.close(error)
+            exchange.close(problem)
             exchange.call.over(exchange)

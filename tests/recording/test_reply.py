@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marft_agents.recording.reply import Reply, StreamReader, completion, error_text
+from marft_agents.recording.events import StreamReader
+from marft_agents.recording.reply import Reply, completion, error_text
 from marft_agents.testing import Reply as Scripted
 from marft_agents.testing import completion_body, stream_events
 

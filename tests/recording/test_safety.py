@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from marft_agents.recording import exchange, reply
+from marft_agents.recording import events, exchange, reply
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.server import KnownServers
 from tests.recording.kit import ask, recording, sdk
@@ -24,7 +24,7 @@ BREAKABLE: list[tuple[Any, str]] = [
     (exchange.Exchange, "close"),
     (exchange.Exchange, "feed"),
     (exchange.Exchange, "say_if_ids_are_missing"),
-    (reply.StreamReader, "feed"),
+    (events.StreamReader, "feed"),
     (reply.Reply, "read_common"),
 ]
 
@@ -106,5 +106,5 @@ def test_a_listing_that_makes_no_sense_is_a_no() -> None:
     servers = KnownServers()
     request: Any = Request("POST", "http://x/v1/chat/completions")
     verdict = servers.ask("http://x/v1", request, lambda _: Response())
-    assert not verdict.accepts and "failed" in verdict.reason
+    assert not verdict.accepts and "lists no model" in verdict.reason
     assert servers.known("http://x/v1") is verdict
