@@ -91,7 +91,7 @@ def recording_stage(
     memory = log if log is not None else InMemoryLog()
     clock = Clock()
     recording = Recording(
-        MarftRecorder(log=memory, inject="always", ids=FakeIds(), **(recorder or {})),
+        MarftRecorder(log=memory, inject="always", **({"ids": FakeIds()} | (recorder or {}))),
         record_all=record_all,
         idle_s=idle_s,
         resumable=resumable,
