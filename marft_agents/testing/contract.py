@@ -165,9 +165,9 @@ class IntegrationContract:
 
     def test_an_agent_is_sent_to_the_model_it_is_mapped_to(self) -> None:
         plain, _ = self._plain(script=without_model) if self._fixed_script() else (None, None)
-        names = {t.agent for t in self._recorded()[1].turns if t.kind == "act"}
-        models = {name: f"{name}-tuned" for name in names}
         script: Script = without_model if self._fixed_script() else self.script
+        names = {t.agent for t in self._recorded(script=script)[1].turns if t.kind == "act"}
+        models = {name: f"{name}-tuned" for name in names}
         seen, log, server = self._recorded(script=script, models=models)
         for request in server.requests:
             agent = request.headers["x-marft-agent"]
