@@ -163,7 +163,7 @@ class Turn(Event):
             (not self.prompt_token_ids, "no prompt token ids"),
             (not self.token_ids, "no sampled token ids"),
             (
-                not (_are_ids(self.prompt_token_ids) and _are_ids(self.token_ids)),
+                not (are_ids(self.prompt_token_ids) and are_ids(self.token_ids)),
                 "a token id is out of any vocabulary",
             ),
             (self.logprobs is None, "no log-probabilities"),
@@ -172,7 +172,7 @@ class Turn(Event):
                 "token ids and log-probabilities differ in length",
             ),
             (
-                not _are_logprobs(self.logprobs),
+                not are_logprobs(self.logprobs),
                 "a log-probability is not finite, positive or a placeholder",
             ),
             (self.adapter_start != self.adapter_end, "adapter version changed during the call"),
@@ -187,11 +187,13 @@ class Turn(Event):
         return self.untrainable_reason is None
 
 
-def _are_ids(values: list[int] | None) -> bool:
+def are_ids(values: list[int] | None) -> bool:
+    """Whether all can be token ids of some vocabulary."""
     return not values or (min(values) >= 0 and max(values) < 2**31)
 
 
-def _are_logprobs(values: list[float] | None) -> bool:
+def are_logprobs(values: list[float] | None) -> bool:
+    """Whether all can be log-probabilities of sampled tokens."""
     if not values:
         return True
     return all(map(math.isfinite, values)) and max(values) <= 1e-3 and min(values) > -9999

@@ -19,6 +19,7 @@ from marft_agents.errors import MarftError
 COMMANDS = {
     "finetune": "Train one LoRA adapter per agent from recorded episodes.",
     "inspect": "Show episodes, rewards, and what can be trained on and why the rest cannot.",
+    "logs": "Count, check, compact, export and import logs.",
     "serve": "Serve the current adapters behind one OpenAI-compatible address.",
     "swap": "Move an agent's alias to a newly published adapter version.",
 }

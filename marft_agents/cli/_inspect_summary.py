@@ -7,7 +7,7 @@ its episode are; otherwise it is counted under exactly one reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,14 @@ class Summary:
     skipped: list[Skipped] = field(default_factory=list[Skipped])
     duplicates: int = 0
 
+    def add(self, episode: Episode) -> None:
+        _add(self, episode)
+
+    def finish(self, reader: LogReader) -> None:
+        """Take over what only the reader knows, once it has read everything."""
+        self.skipped_count, self.skipped = reader.skipped_count, reader.skipped
+        self.duplicates = reader.duplicates
+
     def as_json(self) -> dict[str, Any]:
         """The same, as one document."""
         return {
@@ -128,15 +136,26 @@ def summarise(reader: LogReader) -> Summary:
     """Read everything once."""
     summary = Summary(logs=[str(path) for path in reader.paths], files=len(reader.files))
     for episode in reader.episodes():
-        _add(summary, episode)
-    summary.skipped_count, summary.skipped = reader.skipped_count, reader.skipped
-    summary.duplicates = reader.duplicates
+        summary.add(episode)
+    summary.finish(reader)
     return summary
 
 
-def _add(summary: Summary, episode: Episode) -> None:
+def left_out_reason(episode: Episode) -> str | None:
+    """Why an episode is left out, the same for all that are left out for the same reason."""
     # What is in brackets differs from episode to episode.
-    reason = (episode.untrainable_reason or "").split(" (", 1)[0] or None
+    return (episode.untrainable_reason or "").split(" (", 1)[0] or None
+
+
+def turn_reason(turn: Turn, episode_reason: str | None) -> str | None:
+    """Why a turn is left out: its own reason, or that its episode is."""
+    if turn.untrainable_reason is not None or episode_reason is None:
+        return turn.untrainable_reason
+    return f"its episode is left out: {episode_reason}"
+
+
+def _add(summary: Summary, episode: Episode) -> None:
+    reason = left_out_reason(episode)
     summary.episodes += 1
     summary.scored += episode.scored
     summary.trainable += reason is None
@@ -146,9 +165,9 @@ def _add(summary: Summary, episode: Episode) -> None:
         summary.left_out[reason] += 1
     summary.reward_records.update(_reward_kind(reward) for reward in episode.rewards)
     for turn in episode.turns:
-        why = turn.untrainable_reason or (reason and f"its episode is left out: {reason}")
-        summary.agents.setdefault(turn.agent, AgentCounts()).add(turn, why)
-        summary.adapters[_adapter(turn)] += 1
+        counts = summary.agents.setdefault(turn.agent, AgentCounts())
+        counts.add(turn, turn_reason(turn, reason))
+        summary.adapters[adapter_of(turn)] += 1
     summary.all_teams.add(episode.team_reward)
     team = tuple(sorted({turn.agent for turn in episode.turns}))
     summary.teams.setdefault(team, Range()).add(episode.team_reward)
@@ -162,7 +181,8 @@ def _reward_kind(reward: RewardEvent) -> str:
     return "empty" if reward.value is None else "numbers"
 
 
-def _adapter(turn: Turn) -> str:
+def adapter_of(turn: Turn) -> str:
+    """The version that answered, or both when it changed meanwhile."""
     start, end = turn.adapter_start or "not recorded", turn.adapter_end or "not recorded"
     return start if start == end else f"{start} to {end}"
 
@@ -182,11 +202,16 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     yield ""
     yield from _agent_lines(summary)
     yield ""
-    yield from _reward_lines(summary)
+    yield from reward_lines(summary)
     yield ""
     yield "adapter versions that answered"
     yield from (f"  {name}  {_count(n, 'turn')}" for name, n in summary.adapters.most_common())
     yield ""
+    yield from damage_lines(summary)
+
+
+def damage_lines(summary: Summary) -> Iterator[str]:
+    """What was skipped while reading."""
     yield f"skipped lines  {summary.skipped_count}"
     yield from (f"  {place}" for place in summary.skipped[:_SHOWN])
     if summary.skipped_count > _SHOWN:
@@ -194,18 +219,23 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     yield f"duplicate turns dropped  {summary.duplicates}"
 
 
+def counted(what: str, counts: Mapping[str, AgentCounts]) -> list[str]:
+    """A table of calls and tokens by ``what``."""
+    header = (what, "turns", "trainable", "prompt tokens", "sampled tokens", "trainable tokens")
+    rows = [
+        (name, *map(str, (a.turns, a.trainable, a.prompt_tokens, a.sampled_tokens,
+                          a.trainable_tokens)))
+        for name, a in sorted(counts.items())
+    ]  # fmt: skip
+    return table(header, rows, right=range(1, 6))
+
+
 def _agent_lines(summary: Summary) -> Iterator[str]:
     if not summary.agents:
         yield "no model call was recorded"
         return
-    header = ("agent", "turns", "trainable", "prompt tokens", "sampled tokens", "trainable tokens")
     agents = sorted(summary.agents.items())
-    rows = [
-        (name, *map(str, (a.turns, a.trainable, a.prompt_tokens, a.sampled_tokens,
-                          a.trainable_tokens)))
-        for name, a in agents
-    ]  # fmt: skip
-    yield from table(header, rows, right=range(1, 6))
+    yield from counted("agent", summary.agents)
     for name, counts in agents:
         for reason, count in counts.left_out.most_common():
             yield f"  {name}, left out: {count}  {reason}"
@@ -214,7 +244,8 @@ def _agent_lines(summary: Summary) -> Iterator[str]:
         yield f"agents with no trainable turn: {', '.join(silent)}"
 
 
-def _reward_lines(summary: Summary) -> Iterator[str]:
+def reward_lines(summary: Summary) -> Iterator[str]:
+    """Rewards of teams and agents, and how many records they came from."""
     rows = [("team reward, all episodes", summary.all_teams)]
     if len(summary.teams) > 1:
         teams = sorted(summary.teams.items())

@@ -61,26 +61,26 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
                 started = started or event
             case EpisodeEnded():
                 ended = event if ended is None or event.time >= ended.time else ended
-    kept, same_as = _without_duplicates(sorted(turns, key=lambda turn: (turn.index, turn.time)))
+    kept, same_as = without_duplicates(turns)
     episode = Episode(
         episode_id=episode_id,
         started=started,
-        turns=_edited([_with_known_dependencies(turn, same_as) for turn in kept], edits, same_as),
+        turns=_edited([with_known_turns(turn, same_as) for turn in kept], edits, same_as),
         tools=tools,
         humans=humans,
-        rewards=[_with_known_turn(reward, same_as) for reward in rewards],
+        rewards=[with_known_turn(reward, same_as) for reward in rewards],
         ended=ended,
         sources=list(sources),
     )
     return Folded(episode, len(turns) - len(kept))
 
 
-def _without_duplicates(turns: list[Turn]) -> tuple[list[Turn], dict[str, str]]:
-    """The turns without repetitions, and for each id that went the id that stayed."""
+def without_duplicates(turns: Iterable[Turn]) -> tuple[list[Turn], dict[str, str]]:
+    """The turns by (index, time) without repetitions; for each id that went the one that stayed."""
     first: dict[tuple[str, int], Turn] = {}
     kept: list[Turn] = []
     same_as: dict[str, str] = {}
-    for turn in turns:
+    for turn in sorted(turns, key=lambda turn: (turn.index, turn.time)):
         if turn.response_id is None or turn.cached:
             kept.append(turn)
             continue
@@ -108,14 +108,22 @@ def _edited(turns: list[Turn], edits: list[EditEvent], same_as: dict[str, str]) 
     ]
 
 
-def _with_known_dependencies(turn: Turn, same_as: dict[str, str]) -> Turn:
-    if same_as.keys().isdisjoint(turn.depends_on):
+def with_known_turns(turn: Turn, same_as: dict[str, str]) -> Turn:
+    """The turn naming the turns that stayed in place of those that went."""
+    named = {turn.selected_by, turn.parent_turn, *turn.depends_on}
+    if same_as.keys().isdisjoint(named):
         return turn
-    names = dict.fromkeys(same_as.get(name, name) for name in turn.depends_on)
-    return turn.model_copy(update={"depends_on": list(names)})
+    changes: dict[str, object] = {
+        "depends_on": list(dict.fromkeys(same_as.get(name, name) for name in turn.depends_on))
+    }
+    for field in ("selected_by", "parent_turn"):
+        name = getattr(turn, field)
+        changes[field] = same_as.get(name, name)
+    return turn.model_copy(update=changes)
 
 
-def _with_known_turn(reward: RewardEvent, same_as: dict[str, str]) -> RewardEvent:
+def with_known_turn(reward: RewardEvent, same_as: dict[str, str]) -> RewardEvent:
+    """The reward of the turn that stayed in place of one that went."""
     if reward.turn_id not in same_as:
         return reward
     return reward.model_copy(update={"turn_id": same_as[reward.turn_id]})

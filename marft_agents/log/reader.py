@@ -9,7 +9,7 @@ glance first, and whether it is a record when its episode is read.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -38,19 +38,23 @@ class Record(NamedTuple):
     event: AnyEvent
     file: Path
     data: bytes
+    line: int
 
 
 class LogReader:
     """Reads files and folders (every ``*.jsonl`` in it, by name); a file named twice is read once.
 
-    ``skipped`` (the first 100), ``skipped_count`` and ``duplicates`` describe the latest reading.
+    ``skipped`` (the first 100), ``skipped_count`` and ``duplicates`` describe the latest reading;
+    ``on_skip`` is told of every one.
 
     Raises:
         LogError: a path is missing or cannot be read, a folder has no ``*.jsonl``, or (when read)
             there is no event in any of them.
     """
 
-    def __init__(self, *paths: str | Path) -> None:
+    def __init__(
+        self, *paths: str | Path, on_skip: Callable[[Skipped], None] | None = None
+    ) -> None:
         if not paths:
             raise LogError("no log was named; give a file or a folder of *.jsonl files")
         self.paths = [Path(path) for path in paths]
@@ -58,6 +62,7 @@ class LogReader:
         self.skipped: list[Skipped] = []
         self.skipped_count = 0
         self.duplicates = 0
+        self._on_skip = on_skip
 
     def events(self) -> Iterator[tuple[AnyEvent, Place]]:
         """Every event in file order, duplicates included."""
@@ -73,7 +78,7 @@ class LogReader:
     def episodes(self) -> Iterator[Episode]:
         """Every episode, by its first appearance, with its turns by (index, time)."""
         for episode_id, records in self.records():
-            yield self._fold(episode_id, records)
+            yield self.fold(episode_id, records)
 
     def records(self) -> Iterator[tuple[str, list[Record]]]:
         """Every episode's events as they were written, by its first appearance."""
@@ -98,7 +103,7 @@ class LogReader:
         with self._index() as index, _Files(self.files) as files:
             records = list(self._records(files, episode_id, index.entries(episode_id)))
             if records:
-                return self._fold(episode_id, records)
+                return self.fold(episode_id, records)
             if next(index.episode_ids(), None) is None:
                 raise self._no_event()
             raise LogError(
@@ -155,10 +160,11 @@ class LogReader:
                     why = f"changed while being read: of episode {event.episode_id!r} now"
                     self._skip(Place(path, offset, number), why)
                 elif event is not None:
-                    yield Record(event, path, line)
+                    yield Record(event, path, line, number)
                 offset += len(line) + 1
 
-    def _fold(self, episode_id: str, records: Iterable[Record]) -> Episode:
+    def fold(self, episode_id: str, records: Iterable[Record]) -> Episode:
+        """The episode that its records make; what is left out of it is counted."""
         folded = fold(episode_id, ((record.event, str(record.file)) for record in records))
         self.duplicates += folded.duplicates
         return folded.episode
@@ -169,8 +175,11 @@ class LogReader:
 
     def _skip(self, place: Place, reason: str) -> None:
         self.skipped_count += 1
+        skipped = Skipped(place.file, place.line, place.offset, reason)
+        if self._on_skip is not None:
+            self._on_skip(skipped)
         if len(self.skipped) < _MAX_SKIPPED:
-            self.skipped.append(Skipped(place.file, place.line, place.offset, reason))
+            self.skipped.append(skipped)
 
     def _names(self) -> str:
         return ", ".join(str(path) for path in self.paths)

@@ -84,8 +84,12 @@ class LogWriter:
 
 def _segment_name() -> str:
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    host = re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname()).strip("-")[:32] or "host"
-    return f"events-{now}-{host}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+    return f"events-{now}-{host_name()}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+
+
+def host_name() -> str:
+    """This machine's name as it stands in the names of segments."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname()).strip("-")[:32] or "host"
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()

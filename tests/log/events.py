@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from marft_agents.log.encode import encode_line
-from marft_agents.schema import AnyEvent, HumanEvent, RewardEvent, Turn
+from marft_agents.schema import (
+    AnyEvent,
+    EditEvent,
+    EpisodeEnded,
+    EpisodeStarted,
+    HumanEvent,
+    RewardEvent,
+    ToolEvent,
+    Turn,
+)
 
 CASES = Path(__file__).parent.parent / "cases"
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -84,3 +94,36 @@ def case_bytes(name: str) -> bytes:
         except ValueError:
             out.append(line)
     return b"\n".join(out)
+
+
+def some_line(draw: random.Random, episode: str) -> bytes:
+    """Any event of an episode, that may repeat or contradict others of it; sometimes damaged."""
+    number, time = draw.randrange(8), at(draw.randrange(20))
+    named = draw.choice([None, "planner", "coder"])
+    turn_id = f"t{draw.randrange(8)}"
+    made: list[AnyEvent] = [
+        turn(
+            number,
+            episode=episode,
+            time=time,
+            turn_id=f"t{draw.randrange(30)}",
+            depends_on=[turn_id],
+            selected_by=draw.choice([None, turn_id]),
+            cached=draw.random() < 0.1,
+        ),
+        RewardEvent(
+            episode_id=episode,
+            time=time,
+            value=draw.choice([None, 1.0, draw.random(), float("nan")]),
+            agent=named,
+            turn_id=draw.choice([None, turn_id]),
+            source=draw.choice("ab"),
+        ),
+        ToolEvent(episode_id=episode, time=time, name="x", result={"episode_id": "z"}),
+        HumanEvent(episode_id=episode, time=time, text="go on"),
+        EpisodeStarted(episode_id=episode, time=time, task=number),
+        EpisodeEnded(episode_id=episode, time=time, detail=str(number)),
+        EditEvent(episode_id=episode, time=time, turn_id=turn_id, text=f"edit {number}"),
+    ]
+    data = encode_line(draw.choice([*made[:2], *made]))
+    return draw.choice([data] * 12 + [data[: draw.randrange(len(data))], b"\0" * 5 + data])

@@ -18,13 +18,9 @@ from marft_agents.log.records import plain_episode, read_line
 from marft_agents.schema import (
     AnyEvent,
     EditEvent,
-    EpisodeEnded,
-    EpisodeStarted,
-    RewardEvent,
-    ToolEvent,
     Turn,
 )
-from tests.log.events import at, turn
+from tests.log.events import at, some_line, turn
 
 
 def line(**fields: Any) -> bytes:
@@ -133,7 +129,7 @@ def test_episodes_are_what_folding_all_events_in_memory_gives(tmp_path: Path) ->
         folder = tmp_path / str(number)
         folder.mkdir()
         for file in range(draw.randrange(1, 4)):
-            lines = [_some(draw, draw.choice("abc")) for _ in range(draw.randrange(1, 60))]
+            lines = [some_line(draw, draw.choice("abc")) for _ in range(draw.randrange(1, 60))]
             (folder / f"{file}.jsonl").write_bytes(b"".join(lines))
         reader, by_id = LogReader(folder), dict[str, list[tuple[AnyEvent, str]]]()
         for event, place in reader.events():
@@ -143,20 +139,6 @@ def test_episodes_are_what_folding_all_events_in_memory_gives(tmp_path: Path) ->
             name: fold(name, events).episode for name, events in by_id.items()
         }
         assert sorted(str(s) for s in reader.skipped) == damage
-
-
-def _some(draw: random.Random, episode: str) -> bytes:
-    number = draw.randrange(30)
-    made: list[AnyEvent] = [
-        turn(number, episode=episode, depends_on=[f"t{draw.randrange(30)}"]),
-        RewardEvent(episode_id=episode, time=at(number), value=draw.random()),
-        ToolEvent(episode_id=episode, time=at(number), name="x", result={"episode_id": "z"}),
-        EpisodeStarted(episode_id=episode, time=at(number)),
-        EpisodeEnded(episode_id=episode, time=at(number)),
-        EditEvent(episode_id=episode, time=at(number), turn_id=f"t{number}", text="other"),
-    ]
-    data = encode_line(draw.choice(made))
-    return draw.choice([data] * 8 + [data[: draw.randrange(len(data))], b"\0" * 5 + data])
 
 
 def test_edits_replace_text_by_time_and_not_by_place(tmp_path: Path) -> None:
