@@ -77,13 +77,14 @@ def episode_routes(
 
     async def end(request: Request) -> Response:
         require_api_key(request, api_key)
+        name = _episode(request)
         body = await _fields(request, {"reason", "detail"})
         reason, detail = body.get("reason", "terminated"), body.get("detail")
         if reason not in get_args(EndReason):
             raise Refusal(422, f"reason is one of {', '.join(get_args(EndReason))}")
         if detail is not None and not isinstance(detail, str):
             raise Refusal(422, "detail is a text, or left out")
-        live = episodes.end(_episode(request), cast("EndReason", reason), detail)
+        live = episodes.end(name, cast("EndReason", reason), detail)
         return JSONResponse(_state(live))
 
     async def reward(request: Request) -> Response:

@@ -90,8 +90,9 @@ def recording_stage(
 ) -> Generator[RecordingStage]:
     memory = log if log is not None else InMemoryLog()
     clock = Clock()
+    options_of_recorder: dict[str, Any] = {"ids": FakeIds()} | (recorder or {})
     recording = Recording(
-        MarftRecorder(log=memory, inject="always", **({"ids": FakeIds()} | (recorder or {}))),
+        MarftRecorder(log=memory, inject="always", **options_of_recorder),
         record_all=record_all,
         idle_s=idle_s,
         resumable=resumable,
