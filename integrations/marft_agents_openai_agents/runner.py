@@ -192,4 +192,5 @@ def _finished(run: Run, result: Any, task: asyncio.Task[Any] | None) -> None:
     turns, limit = result.current_turn, getattr(result, "max_turns", None)
     if problem is None and result.final_output is None and limit is not None and turns > limit:
         problem = MaxTurnsExceeded(f"Max turns ({limit}) exceeded")
-    run.close(result, problem)
+    left = problem is None and result.final_output is None and task is not None and not task.done()
+    run.close(None if left else result, problem)

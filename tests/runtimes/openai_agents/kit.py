@@ -15,8 +15,14 @@ from marft_agents.testing import Reply, default_reply
 set_tracing_disabled(True)
 
 
+CLIENTS: list[AsyncOpenAI] = []
+"""Made since a test began; closed when it ends."""
+
+
 def client(url: str, **options: Any) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=url, api_key="sk-test", max_retries=0, **options)
+    made = AsyncOpenAI(base_url=url, api_key="sk-test", max_retries=0, **options)
+    CLIENTS.append(made)
+    return made
 
 
 def model(name: str, url: str, **options: Any) -> OpenAIChatCompletionsModel:

@@ -1,0 +1,288 @@
+"""Inside a run: who speaks for whom, tools, handoffs, guardrails, models from anywhere."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    GuardrailFunctionOutput,
+    InputGuardrailTripwireTriggered,
+    ModelResponse,
+    ModelSettings,
+    OpenAIProvider,
+    OpenAIResponsesModel,
+    OutputGuardrailTripwireTriggered,
+    RunConfig,
+    Runner,
+    Usage,
+    function_tool,
+    handoff,
+    input_guardrail,
+    output_guardrail,
+    set_default_openai_api,
+    set_default_openai_client,
+)
+from openai.types.responses import ResponseOutputMessage, ResponseOutputText
+from pydantic import BaseModel
+
+from marft_agents import MarftRecorder
+from marft_agents.schema import EpisodeEnded, ToolEvent
+from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
+from tests.runtimes.openai_agents.kit import add, agent, calls_once, client, model, play
+
+pytestmark = pytest.mark.usefixtures("closing")
+
+
+async def test_a_tool_is_an_event_and_its_answer_a_step(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    with ScriptedServer(calls_once({"planner": ("add", {"a": 1, "b": 2})})) as server:
+        await play(recorder.wrap(agent("planner", server.url, tools=[add])), "go", stream=stream)
+    recorder.flush()
+    (tool,) = log.of(ToolEvent)
+    assert (tool.name, tool.agent, tool.result, tool.ok) == ("add", "planner", "3", True)
+    assert tool.call_id == "call-1-0" and tool.arguments == '{"a": 1, "b": 2}'
+    assert [t.step for t in log.turns] == [0, 1]
+
+
+async def test_a_failing_tool_is_not_ok(recorder: MarftRecorder, log: InMemoryLog) -> None:
+    @function_tool
+    def fragile() -> str:
+        """Break."""
+        raise ValueError("broken")
+
+    @function_tool(failure_error_function=None)
+    def fatal() -> str:
+        """Break the run."""
+        raise ValueError("broken for good")
+
+    for tool, wanted in ((fragile, None), (fatal, Exception)):
+        with ScriptedServer(calls_once({"planner": (tool.name, {})})) as server:
+            made = recorder.wrap(agent("planner", server.url, tools=[tool]))
+            if wanted is None:
+                await play(made, "go")
+            else:
+                with pytest.raises(wanted):
+                    await play(made, "go")
+    recorder.flush()
+    soft, hard = log.of(ToolEvent)
+    assert not soft.ok and not hard.ok and "broken for good" in hard.result
+    assert [e.reason for e in log.of(EpisodeEnded)] == ["terminated", "failed"]
+
+
+async def test_a_handoff_is_what_chose_the_next_speaker(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    with ScriptedServer(calls_once({"planner": ("transfer_to_coder", {})})) as server:
+        coder = agent("coder", server.url, tools=[add])
+        planner = recorder.wrap(agent("planner", server.url, handoffs=[handoff(coder)]))
+        await play(planner, "go", stream=stream)
+        await play(coder, "and you alone?", stream=stream)
+    recorder.flush()
+    chosen, spoken, alone = log.turns
+    assert spoken.agent == "coder" and spoken.selected_by == chosen.turn_id
+    assert alone.agent == "coder" and alone.selected_by is None
+    assert [t.step for t in log.turns[:2]] == [0, 0]
+    (event,) = log.of(ToolEvent)
+    assert (event.name, event.agent, event.result) == ("transfer_to_coder", "planner", "coder")
+
+
+async def test_an_agent_behind_a_tool_serves_the_turn_that_called_it(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    with ScriptedServer(calls_once({"planner": ("code", {"input": "part"})})) as server:
+        tool = agent("coder", server.url).as_tool("code", "writes code")
+        planner = recorder.wrap(agent("planner", server.url, tools=[tool]))
+        await play(planner, "go", stream=stream)
+    recorder.flush()
+    asked, inner, outer = log.turns
+    assert (inner.agent, inner.kind) == ("coder", "act")
+    assert (inner.parent_agent, inner.parent_turn) == ("planner", asked.turn_id)
+    assert outer.parent_agent is None and inner.turn_id in outer.depends_on
+    assert {t.step for t in log.turns} == {0}  # an agent is no environment
+    assert len({e.episode_id for e in log.events}) == 1
+
+
+async def test_an_app_that_runs_an_agent_inside_its_own_tool(
+    recorder: MarftRecorder, log: InMemoryLog
+) -> None:
+    with ScriptedServer(calls_once({"planner": ("consult", {})})) as server:
+        helper = agent("helper", server.url)
+
+        @function_tool
+        async def consult() -> str:
+            """Ask somebody whom nobody wrapped."""
+            return str((await Runner.run(helper, "help")).final_output)
+
+        await play(recorder.wrap(agent("planner", server.url, tools=[consult])), "go")
+    recorder.flush()
+    assert [(t.agent, t.parent_agent) for t in log.turns] == [
+        ("planner", None),
+        ("helper", "planner"),
+        ("planner", None),
+    ]
+    assert {t.step for t in log.turns} == {0}
+
+
+async def test_agents_in_guardrails_are_guards(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    with ScriptedServer() as server:
+        guard = agent("guard", server.url)
+
+        @input_guardrail
+        async def polite(context: Any, agent: Any, given: Any) -> GuardrailFunctionOutput:
+            await Runner.run(guard, "is this polite?")
+            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+        @output_guardrail
+        async def sane(context: Any, agent: Any, output: Any) -> GuardrailFunctionOutput:
+            await Runner.run(guard, f"is this sane: {output}")
+            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+        planner = agent("planner", server.url, input_guardrails=[polite], output_guardrails=[sane])
+        await play(recorder.wrap(planner), "go", stream=stream)
+    recorder.flush()
+    (act,) = [t for t in log.turns if t.kind == "act"]
+    first, last = [t for t in log.turns if t.kind == "guard"]
+    assert act.agent == "planner" and first.agent == last.agent == "guard"
+    assert (first.parent_agent, first.parent_turn) == ("planner", None)
+    assert (last.parent_agent, last.parent_turn) == ("planner", act.turn_id)
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+async def test_a_tripped_guardrail_ends_the_episode_and_reaches_the_app(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool, place: str
+) -> None:
+    ends: list[Any] = []
+
+    async def trip(context: Any, agent: Any, given: Any) -> GuardrailFunctionOutput:
+        return GuardrailFunctionOutput(output_info=None, tripwire_triggered=True)
+
+    guardrail: Any = (input_guardrail if place == "input" else output_guardrail)(trip)
+    wanted = (
+        InputGuardrailTripwireTriggered if place == "input" else OutputGuardrailTripwireTriggered
+    )
+    with ScriptedServer() as server:
+        planner = agent("planner", server.url, **{f"{place}_guardrails": [guardrail]})
+        recorder.wrap(planner, on_end=lambda handle, result: ends.append(result))
+        with pytest.raises(wanted):
+            await play(planner, "go", stream=stream)
+    recorder.flush()
+    (ended,) = log.of(EpisodeEnded)
+    assert ended.reason == "terminated" and wanted.__name__ in (ended.detail or "")
+    assert [type(e) for e in ends] == [wanted]
+
+
+@pytest.mark.parametrize("how", ["run's model", "run's name", "provider", "name and provider"])
+async def test_models_of_the_run_configuration(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool, how: str
+) -> None:
+    with ScriptedServer() as server:
+        provider = OpenAIProvider(openai_client=client(server.url), use_responses=False)
+        config = {
+            "run's model": RunConfig(model=model("served", server.url)),
+            "run's name": RunConfig(model="served", model_provider=provider),
+            "provider": RunConfig(model_provider=provider),
+            "name and provider": RunConfig(model_provider=provider),
+        }[how]
+        named = "served" if how == "name and provider" else None
+        planner = recorder.wrap(agent("planner", server.url, model=named))
+        await play(planner, "go", stream=stream, run_config=config)
+        await play(planner, "go", stream=stream, run_config=config)
+    recorder.flush()
+    assert len(log.turns) == 2 and all(t.token_ids and t.agent == "planner" for t in log.turns)
+    assert how == "provider" or {t.model for t in log.turns} == {"served"}
+
+
+async def test_a_name_alone_and_the_default_client(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    with ScriptedServer() as server:
+        set_default_openai_client(client(server.url), use_for_tracing=False)
+        set_default_openai_api("chat_completions")
+        try:
+            planner = recorder.wrap(agent("planner", server.url, model="planner"))
+            await play(planner, "go", stream=stream)
+        finally:
+            set_default_openai_api("responses")
+            set_default_openai_client(None, use_for_tracing=False)  # pyright: ignore[reportArgumentType] as at first
+    recorder.flush()
+    (turn,) = log.turns
+    assert turn.token_ids and turn.model == "planner"
+
+
+class Canned(OpenAIResponsesModel):
+    """The Responses API, without a server for it."""
+
+    async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
+        text = ResponseOutputText(text="canned", type="output_text", annotations=[])
+        message = ResponseOutputMessage(
+            id="m", content=[text], role="assistant", status="completed", type="message"
+        )
+        return ModelResponse(output=[message], usage=Usage(), response_id=None)
+
+
+async def test_the_responses_api_is_logged_without_tokens_and_said_once(
+    recorder: MarftRecorder, log: InMemoryLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = Agent(name="planner", instructions="Plan.", model=Canned("m", client("http://x")))
+    recorder.wrap(planner)
+    with caplog.at_level(logging.WARNING, "marft_agents.recording"):
+        for _ in range(2):
+            assert (await Runner.run(planner, "go")).final_output == "canned"
+    recorder.flush()
+    assert [(t.text, t.token_ids) for t in log.turns] == [("canned", None)] * 2
+    assert [m["role"] for m in log.turns[0].messages] == ["system", "user"]
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert "Responses API" in said and "use_responses=False" in said
+
+
+async def test_a_shared_model_belongs_to_whoever_speaks(
+    recorder: MarftRecorder, log: InMemoryLog
+) -> None:
+    with ScriptedServer(calls_once({"base": ("transfer_to_coder", {})})) as server:
+        shared = model("base", server.url)
+        coder = agent("coder", server.url, model=shared)
+        planner = recorder.wrap(agent("planner", server.url, model=shared, handoffs=[coder]))
+        await play(planner, "go")
+        stranger = agent("stranger", server.url, model=shared)
+        await play(stranger, "not recorded")
+        assert "x-marft-agent" not in server.requests[-1].headers
+    recorder.flush()
+    assert [t.agent for t in log.turns] == ["planner", "coder"]
+
+
+async def test_structured_output_stays_what_it_is(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    class Plan(BaseModel):
+        steps: int
+
+    with ScriptedServer([Reply('{"steps": 3}'), Reply("no plan")]) as server:
+        planner = recorder.wrap(agent("planner", server.url, output_type=Plan))
+        assert (await play(planner, "go", stream=stream))[-1] == Plan(steps=3)
+        with pytest.raises(Exception, match="Invalid JSON"):
+            await play(planner, "go", stream=stream)
+    recorder.flush()
+    assert [t.text for t in log.turns] == ['{"steps": 3}', "no plan"]
+    assert all(t.token_ids and t.sampling.grammar for t in log.turns)
+    assert [e.reason for e in log.of(EpisodeEnded)] == ["terminated", "failed"]
+
+
+async def test_an_app_finds_the_log_probabilities_that_it_asked_for(
+    recorder: MarftRecorder,
+) -> None:
+    with ScriptedServer() as server:
+        for settings in (ModelSettings(), ModelSettings(top_logprobs=2)):
+            planner = agent("planner", server.url, model_settings=settings)
+            plain = _logprobs(await Runner.run(planner, "go"))
+            recorded = _logprobs(await Runner.run(recorder.wrap(planner), "go"))
+            assert recorded == plain
+
+
+def _logprobs(result: Any) -> list[Any]:
+    return list(getattr(result.new_items[-1].raw_item.content[0], "logprobs", None) or ())
