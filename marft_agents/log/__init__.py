@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from marft_agents.log.reader import LogReader
 from marft_agents.log.records import Place, Skipped
+from marft_agents.log.retention import Retention
 from marft_agents.log.segment import append_event
 from marft_agents.log.writer import LogWriter
 
-__all__ = ["LogReader", "LogWriter", "Place", "Skipped", "append_event"]
+__all__ = ["LogReader", "LogWriter", "Place", "Retention", "Skipped", "append_event"]

@@ -2,18 +2,27 @@
 
 Invariant: a line is handed to the system in one write at the file's end, so a reader never sees
 two lines mixed; and a line never begins behind the rest of a torn one. Torn bytes stay where they
-are: they may be all that is left of somebody's record.
+are: they may be all that is left of somebody's record. A file being written is locked, so that
+nobody clears it away; a descriptor that the app closed (and perhaps got again for a file of its
+own) is never written to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 from pathlib import Path
 from types import TracebackType
 
 from marft_agents.log.encode import encode_line
 from marft_agents.schema import Event
+
+try:
+    import fcntl
+except ImportError:  # Windows, which keeps open files from being removed by itself
+    fcntl = None
 
 
 class LineFile:
@@ -28,11 +37,20 @@ class LineFile:
         mode = os.O_RDWR | os.O_APPEND | os.O_CREAT | (os.O_EXCL if fresh else 0)
         self._fd = os.open(self.path, mode, 0o666)
         self._torn = False if fresh else _ends_inside_a_line(self._fd)
+        self._identity = _identity(self._fd)
+        self.size = os.fstat(self._fd).st_size
+        """Bytes in the file, as far as this writer knows."""
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     @property
-    def deleted(self) -> bool:
-        """Whether somebody removed the file: what is appended to it now is lost."""
-        return os.fstat(self._fd).st_nlink == 0
+    def gone(self) -> bool:
+        """Whether what is appended now is lost: somebody removed the file, or closed it."""
+        try:
+            return _identity(self._fd) != self._identity or os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            return True
 
     def append(self, line: bytes) -> None:
         """Append one line; when this returns it survives the death of the process.
@@ -44,12 +62,16 @@ class LineFile:
         rest = b"\n" + line if self._torn else line
         self._torn = True
         while rest:
-            rest = rest[os.write(self._fd, rest) :]
+            written = os.write(self._fd, rest)
+            self.size += written
+            rest = rest[written:]
         self._torn = False
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            if _identity(self._fd) == self._identity:  # else it is somebody else's by now
+                os.close(self._fd)
+        self._identity = (-1, -1)
 
     def __enter__(self) -> LineFile:
         return self
@@ -72,6 +94,33 @@ def append_event(path: str | Path, event: Event) -> None:
     line = encode_line(event)
     with LineFile(path) as file:
         file.append(line)
+
+
+def host_name() -> str:
+    """This machine's name as it stands in the names of segments."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname()).strip("-")[:32] or "host"
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process writes ``path``; also True where that cannot be found out."""
+    if fcntl is None:
+        return False
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def _ends_inside_a_line(fd: int) -> bool:

@@ -2,15 +2,15 @@
 
 Invariant: an event whose ``write`` returned is readable after ``kill -9`` of the process (a power
 cut may still lose it: nothing is flushed through to the device). No two processes share a segment:
-a forked child begins its own.
+a forked child begins its own. A segment that has grown large is ended and a new one begun; where
+that fails, the old one goes on.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import secrets
-import socket
 import threading
 import weakref
 from datetime import UTC, datetime
@@ -18,8 +18,13 @@ from pathlib import Path
 from types import TracebackType
 
 from marft_agents.log.encode import encode_line
-from marft_agents.log.segment import LineFile
+from marft_agents.log.retention import Retention, clear
+from marft_agents.log.segment import LineFile, host_name
 from marft_agents.schema import Event
+
+SEGMENT_BYTES = 256 * 2**20
+
+logger = logging.getLogger("marft_agents.log")
 
 
 class LogWriter:
@@ -28,12 +33,27 @@ class LogWriter:
     The folder and the segment are made at the first write; a relative ``directory`` is that of the
     moment the writer was made. ``close`` ends the segment, and so does its deletion; a later write
     begins a new one.
+
+    Args:
+        segment_bytes: size from which on a new segment is begun; with ``retention.max_bytes`` at
+            most an eighth of that.
+        retention: which old segments of the folder to remove whenever a new one is begun.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        retention: Retention | None = None,
+    ) -> None:
         self.directory = Path(directory).absolute()
+        self._retention = retention
+        limit = retention.max_bytes if retention else None
+        self._segment_bytes = min(segment_bytes, limit // 8) if limit else segment_bytes
         self._lock = threading.Lock()
         self._file: LineFile | None = None
+        self._said = False
         _writers.add(self)
 
     @property
@@ -49,19 +69,43 @@ class LogWriter:
         """
         line = encode_line(event)
         with self._lock:
-            if self._file is not None and self._file.deleted:
-                self._file.close()
-                self._file = None
-            if self._file is None:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self.directory / _segment_name(), fresh=True)
-            self._file.append(line)
+            self._segment().append(line)
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+    def _segment(self) -> LineFile:
+        """The segment to write to; the caller holds the lock."""
+        if self._file is not None and self._file.gone:
+            self._file.close()
+            self._file = None
+        if self._file is not None and self._file.size < self._segment_bytes:
+            return self._file
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            new = LineFile(self.directory / _segment_name(), fresh=True)
+        except OSError:
+            if self._file is None:
+                raise
+            return self._file
+        if self._file is not None:
+            self._file.close()
+        self._file = new
+        if self._retention is not None:
+            self._clear(self._retention, new)
+        return new
+
+    def _clear(self, retention: Retention, current: LineFile) -> None:
+        try:
+            said = clear(self.directory, retention, current)
+        except Exception as error:  # writing goes on whatever happens to old segments
+            said = f"could not remove old segments in {self.directory}: {error}"
+        if said and not self._said:
+            self._said = True
+            logger.warning("marft-agents %s", said)
 
     def _after_fork(self) -> None:
         # Another thread may have held the lock when the process was forked; it is not here.
@@ -85,11 +129,6 @@ class LogWriter:
 def _segment_name() -> str:
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     return f"events-{now}-{host_name()}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-
-
-def host_name() -> str:
-    """This machine's name as it stands in the names of segments."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", socket.gethostname()).strip("-")[:32] or "host"
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()

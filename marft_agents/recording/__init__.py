@@ -18,6 +18,7 @@ from marft_agents.recording.episode import LiveEpisode, describe_error
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.patches import Patches
 from marft_agents.recording.recorder import MarftRecorder
+from marft_agents.recording.redact import Redaction
 from marft_agents.recording.sink import EventLog
 from marft_agents.schema import EndReason, TurnKind
 
@@ -35,6 +36,7 @@ __all__ = [
     "MarftRecorder",
     "MissingExtraError",
     "Patches",
+    "Redaction",
     "TurnKind",
     "Unseen",
     "describe_error",

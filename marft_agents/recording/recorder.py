@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from marft_agents.log import LogWriter
+from marft_agents.errors import ConfigError
+from marft_agents.log import LogWriter, Retention
 from marft_agents.recording.capture import Claim, capture
 from marft_agents.recording.core import Core, Inject, Models, random_id, utc_now
 from marft_agents.recording.defaults import episode_defaults
@@ -26,8 +27,9 @@ from marft_agents.recording.episode import (
 )
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.integrations import find_integration
+from marft_agents.recording.redact import Redact, Redactor
 from marft_agents.recording.safety import Safety
-from marft_agents.recording.sink import EventLog, Sink
+from marft_agents.recording.sink import CAPACITY, CAPACITY_BYTES, EventLog, Sink
 from marft_agents.schema import Event
 
 _T = TypeVar("_T")
@@ -59,6 +61,10 @@ class MarftRecorder:
             ``always`` and ``never`` decide it.
         raise_errors: whether the recorder's own failures are raised; by default only under pytest.
         capacity: events that may wait for the disk before new ones are dropped and counted.
+        capacity_bytes: what these events may hold together, roughly.
+        redact: what is taken out of events before they are written. ``default`` masks keys, tokens
+            and passwords of well-known shapes; ``off`` masks nothing; a ``Redaction`` does more.
+        retention: which old segments of ``log_dir`` to remove; by default none.
         keep_caches: leave the app's caches of replies on; by default they are passed by while
             recording, because a cached reply is no sample of the policy.
         enabled: ``False`` makes a recorder that touches nothing and logs nothing.
@@ -72,16 +78,28 @@ class MarftRecorder:
         log: EventLog | None = None,
         inject: Inject = "auto",
         raise_errors: bool | None = None,
-        capacity: int = 10_000,
+        capacity: int = CAPACITY,
+        capacity_bytes: int = CAPACITY_BYTES,
+        redact: Redact = "default",
+        retention: Retention | None = None,
         keep_caches: bool = False,
         enabled: bool = True,
         clock: Callable[[], datetime] = utc_now,
         ids: Callable[[], str] = random_id,
     ) -> None:
         safety = Safety(raise_errors)
+        redactor = Redactor(redact, safety)
+        if log is not None and retention is not None:
+            raise ConfigError("retention is for log_dir, and log= puts the events elsewhere")
         if not enabled:
             log = _Nowhere()
-        sink = Sink(log if log is not None else LogWriter(log_dir), safety, capacity=capacity)
+        sink = Sink(
+            log if log is not None else LogWriter(log_dir, retention=retention),
+            safety,
+            prepare=redactor,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
+        )
         routes: Models = models if models == "auto" else dict(models or {})
         self.core = Core(sink, safety, routes, inject, clock, ids, keep_caches=keep_caches)
         """For integrations."""

@@ -3,9 +3,10 @@
 Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
 prepares (redacts, hashes, encodes) and writes in the order of ``put``. The queue is bounded in
 events and in bytes; a full queue or a disk error loses the newest event, which is counted for its
-episode in ``EpisodeEnded.dropped_events`` and said once. Borders of episodes and rewards that the
-disk refuses are kept, in bounds, and written when it works again. A forked child starts with an
-empty queue: what the parent had queued is the parent's to write.
+episode in ``EpisodeEnded.dropped_events`` and said once. Small events that change what an episode
+means (its borders, rewards, edits) are kept, in bounds, when the disk refuses them, and written
+when it works again. A forked child starts with an empty queue: what the parent had queued is the
+parent's to write.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from marft_agents.recording import leaving
 from marft_agents.recording.redact import Redactor
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.size import held_bytes
-from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, RewardEvent
+from marft_agents.schema import EditEvent, EpisodeEnded, EpisodeStarted, Event, RewardEvent
 
 CAPACITY = 10_000
 CAPACITY_BYTES = 128 * 2**20
 _RESERVE = 1024
 _RESERVE_BYTES = 16 * 2**20
 _COUNTED_EPISODES = 100_000
-_BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent)
+_BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent, EditEvent)
 
 
 class EventLog(Protocol):
@@ -87,7 +88,7 @@ class Sink:
     # -- the app's side -----------------------------------------------------------------------
 
     def put(self, event: Event) -> None:
-        """Queue ``event``; the borders of episodes and rewards have a reserve of their own."""
+        """Queue ``event``; borders of episodes, rewards and edits have a reserve of their own."""
         size = held_bytes(event)
         with self._changed:
             why = self._refusal(event, size)
