@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from marft_agents.recording import MissingExtraError
+from marft_agents.recording import KnownDistribution, MissingExtraError, installed_runtime
 
 if TYPE_CHECKING:
     from marft_agents.recording import MarftRecorder
 
 ROOTS = frozenset({"autogen_agentchat", "autogen_core", "autogen_ext"})
+KNOWN = (KnownDistribution("autogen-agentchat", "0.4.9", "0.8"),)
 
 
 def matches(obj: Any) -> bool:
@@ -31,15 +32,17 @@ def wrap(obj: Any, recorder: MarftRecorder, **options: Any) -> Any:
             to reward it.
 
     Raises:
-        IntegrationError: an AutoGen object that is neither team nor agent, or one that another
-            recorder still records.
+        IntegrationError: an AutoGen object that is neither team nor agent, one that another
+            recorder still records, or a version of AutoGen that is not supported.
+        ConfigError: another value of ``end``.
         MissingExtraError: AutoGen AgentChat cannot be imported.
     """
+    runtime = installed_runtime("autogen-agentchat", KNOWN)
     try:
         from marft_agents_autogen.walk import wrap_root
     except ImportError as error:
         raise MissingExtraError("agentchat", needed_for="recording AutoGen AgentChat") from error
-    wrap_root(obj, recorder, **options)
+    wrap_root(obj, recorder, runtime, **options)
     return obj
 
 

@@ -11,62 +11,87 @@ from typing import Any
 from autogen_agentchat.agents import CodeExecutorAgent, UserProxyAgent
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import (
-    BaseAgentEvent,
-    BaseChatMessage,
-    CodeExecutionEvent,
+    HandoffMessage,
     ToolCallExecutionEvent,
     ToolCallRequestEvent,
 )
 
-from marft_agents.recording import LiveEpisode
-from marft_agents_autogen.seats import Seat
+from marft_agents_autogen.compat import (
+    CODE_EXECUTION,
+    CODE_GENERATION,
+    message_id,
+    message_text,
+    model_text,
+)
+from marft_agents_autogen.frames import Run, Speech
 
 
-def observe(agent: Any, seat: Seat, item: Any) -> None:
+def observe(agent: Any, speech: Speech, item: Any) -> None:
     """Take note of one item of ``agent.on_messages_stream``."""
-    episode = seat.episode()
-    if episode is None:
-        return
     if isinstance(item, Response):
         for inner in item.inner_messages or ():
-            _event(seat, episode, inner)
-        _response(agent, seat, episode, item.chat_message)
-    elif isinstance(item, BaseAgentEvent):
-        _event(seat, episode, item)
+            _event(speech, inner)
+        _response(agent, speech, item.chat_message)
+    else:
+        _event(speech, item)
 
 
-def _event(seat: Seat, episode: LiveEpisode, event: BaseAgentEvent | BaseChatMessage) -> None:
+def _event(speech: Speech, event: Any) -> None:
     if isinstance(event, ToolCallRequestEvent):
-        seat.arguments |= {call.id: call.arguments for call in event.content}
-    elif isinstance(event, ToolCallExecutionEvent) and episode.first_time(event.id):
-        for result in event.content:
-            episode.tool(
-                result.name,
-                agent=event.source,
-                call_id=result.call_id,
-                arguments=seat.arguments.pop(result.call_id, None),
-                result=result.content,
-                ok=not result.is_error,
-                environment=result.name not in seat.own_tools,
-            )
-    elif isinstance(event, CodeExecutionEvent) and episode.first_time(event.id):
-        episode.tool(
-            "code_execution",
-            agent=event.source,
-            result=event.result.output,
-            ok=event.result.exit_code == 0,
-        )
+        speech.arguments |= {call.id: call.arguments for call in event.content}
+    elif isinstance(event, CODE_GENERATION):
+        speech.code = _blocks(event.code_blocks) or speech.code
+    elif isinstance(event, ToolCallExecutionEvent):
+        if speech.episode.first_time(message_id(event)):
+            for result in event.content:
+                _tool(speech, event.source, result)
+    elif isinstance(event, CODE_EXECUTION) and speech.episode.first_time(message_id(event)):
+        _code(speech, event.source, event.result.output, event.result.exit_code == 0)
 
 
-def _response(agent: Any, seat: Seat, episode: LiveEpisode, message: BaseChatMessage) -> None:
-    if not episode.first_time(message.id):
-        return
-    if isinstance(agent, UserProxyAgent):
-        episode.human(agent.name, message.to_text())
-    elif isinstance(agent, CodeExecutorAgent) and not seat.turns:
-        episode.tool("code_execution", agent=agent.name, result=message.to_text())
-    if seat.turns:
-        turn_id = seat.turns[-1]
-        episode.messages[message.id] = turn_id
+def _tool(speech: Speech, agent: str, result: Any) -> None:
+    episode, runner = speech.episode, speech.seat.runners.get(result.name)
+    answered = speech.inner.get(runner) if runner is not None else None
+    if answered is not None and runner is not None:  # its answer, as the tool renders it
         with episode.lock:
-            episode.ledger.add(turn_id, seat.name, message.to_model_text())
+            episode.ledger.add(answered, runner.label, result.content)
+    episode.tool(
+        result.name,
+        agent=agent,
+        call_id=result.call_id,
+        arguments=speech.arguments.pop(result.call_id, None),
+        result=result.content,
+        ok=not result.is_error,
+        environment=runner is None and result.name not in speech.seat.handoffs,
+    )
+
+
+def _code(speech: Speech, agent: str, output: str, ok: bool) -> None:
+    speech.episode.tool("code_execution", agent=agent, arguments=speech.code, result=output, ok=ok)
+    speech.code = speech.exit_code = None
+
+
+def executed(speech: Speech, code_blocks: Any, result: Any) -> None:
+    """An agent without a model has run the code that others wrote; its response says no more."""
+    speech.code, speech.exit_code = _blocks(code_blocks), result.exit_code
+
+
+def _blocks(code_blocks: Any) -> list[dict[str, str]]:
+    return [{"language": block.language, "code": block.code} for block in code_blocks]
+
+
+def _response(agent: Any, speech: Speech, message: Any) -> None:
+    episode, name = speech.episode, message_id(message)
+    if episode.first_time(name):
+        if isinstance(agent, UserProxyAgent):
+            episode.human(agent.name, message_text(message))
+        elif isinstance(agent, CodeExecutorAgent) and not speech.turns:
+            _code(speech, agent.name, message_text(message), speech.exit_code == 0)
+        turn_id = speech.turns[-1] if speech.turns else speech.last_turn
+        if turn_id is not None:
+            episode.messages[name] = turn_id
+            with episode.lock:
+                episode.ledger.add(turn_id, speech.seat.name, model_text(message))
+    if isinstance(speech.outer, Run):
+        handed_off = isinstance(message, HandoffMessage) and speech.outer.seat.role == "swarm"
+        speech.outer.selection = episode.messages.get(name) if handed_off else None

@@ -1,23 +1,27 @@
 """Where an episode begins and ends.
 
-Invariant: a run of a wrapped root joins the episode it happens in, or is one; the contextvar is set
-only while the app waits for the next item, never across a ``yield``.
+Invariant: a run of a wrapped root joins the episode it happens in, or is one; runs inside it
+only join. The frame is entered only while the app waits for the next item, never across a
+``yield``.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from autogen_agentchat.base import TaskResult
 from autogen_agentchat.messages import BaseChatMessage
 
 from marft_agents.recording import EndReason, EpisodeHandle, LiveEpisode, describe_error
+from marft_agents_autogen.compat import message_text
+from marft_agents_autogen.frames import Run, episode_here, here
 from marft_agents_autogen.seats import Binding, Seat, close_stream
+
+Rewalk = Callable[[Binding], None]
 
 _LIMITS = re.compile(
     r"Maximum number of messages \d+ reached, current message count: \d+"
@@ -35,29 +39,39 @@ def ending(stop_reason: str | None) -> EndReason:
     return "truncated" if limits and not rest.strip(" ,") else "terminated"
 
 
-class Run:
-    """One run of a wrapped root, inside the episode it joined or opened."""
+class Going:
+    """One call of ``run`` or ``run_stream``, inside the episode it joined or opened."""
 
-    def __init__(self, seat: Seat, binding: Binding, task: Any) -> None:
-        self._binding = binding
-        self._episode: LiveEpisode | None = None
+    def __init__(self, seat: Seat, rewalk: Rewalk, task: Any) -> None:
+        self._seat = seat
+        self._safety = seat.recorder.core.safety
+        self._frame: Run | None = None
         self._own = False
         self._result: TaskResult | None = None
-        self._safety = binding.recorder.core.safety
-        if not binding.recorder.core.closed:
-            self._safety.attempt("begin a run", lambda: self._begin(seat, task))
+        if not seat.closed:
+            self._safety.attempt("begin a run", lambda: self._begin(rewalk, task))
 
-    def _begin(self, seat: Seat, task: Any) -> None:
-        episode = seat.episode()
-        self._own = episode is None
+    def _begin(self, rewalk: Rewalk, task: Any) -> None:
+        seat, outer = self._seat, here(self._seat)
+        if isinstance(outer, Run) and outer.seat is seat:
+            return  # ``run`` goes through ``run_stream``
+        episode = episode_here(seat)
+        if seat.root is not None and outer is None:
+            with self._safety.guard("look for new agents and clients"):
+                rewalk(seat.root)
         if episode is None:
-            episode = self._binding.recorder.open_episode(_task(task), _runtime())
-        self._episode = episode
-        self._binding.running.append(episode)
+            if seat.root is None:
+                return
+            episode = seat.recorder.open_episode(_task(task), seat.root.runtime)
+            self._own = True
+        again = not episode.first_time(f"run of {id(seat)}")
+        if again and outer is None and task is not None:
+            _told(episode, task)
+        self._frame = Run(seat, episode)
 
     def entered(self) -> AbstractContextManager[None]:
-        """The episode as the current one, for code that the run starts from here."""
-        return self._episode.active() if self._episode else nullcontext()
+        """The frame of this run as the current one, for code that it starts from here."""
+        return self._frame.entered() if self._frame else nullcontext()
 
     def observe(self, item: Any) -> None:
         if isinstance(item, TaskResult):
@@ -69,69 +83,73 @@ class Run:
             self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        episode, self._episode = self._episode, None
-        if episode is None:
+        frame, self._frame = self._frame, None
+        if frame is None:
             return
-        self._binding.running.remove(episode)
+        frame.close()
+        episode, binding = frame.episode, self._seat.root
         reason, detail = self._outcome(error)
-        if not self._own:
-            episode.report(reason, detail)
+        if binding is None or not self._own:
+            if frame.outer is None:  # how a nested run ends is its caller's affair
+                episode.report(reason, detail)
             return
-        if self._result is not None and self._binding.on_end is not None:
+        if self._result is not None and binding.on_end is not None:
             with self._safety.guard("call on_end"):
-                self._binding.on_end(EpisodeHandle(episode), self._result)
+                binding.on_end(EpisodeHandle(episode), self._result)
         episode.report(reason, detail)
         if reason == "failed":
             episode.decide(reason, detail)
         episode.end()
 
     def _outcome(self, error: BaseException | None) -> tuple[EndReason, str | None]:
-        if self._result is None:
-            if error is None or isinstance(error, GeneratorExit):
-                return "failed", "the run was left before its result"
+        left = error is None or isinstance(error, GeneratorExit)
+        if error is not None and not left:  # older versions give a result first, then raise
             return "failed", describe_error(error)
-        reason = self._result.stop_reason
-        return ("terminated" if self._binding.end == "terminated" else ending(reason)), reason
+        if self._result is None:
+            return "failed", "the run was left before its result"
+        reason, binding = self._result.stop_reason, self._seat.root
+        designed = binding is not None and binding.end == "terminated"
+        return ("terminated" if designed else ending(reason)), reason
 
 
-def patch_runs(root: Any, seat: Seat, binding: Binding) -> None:
-    """Make each outermost run of ``root`` an episode."""
-    original = root.run_stream
+def patch_runs(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
+    """See each run of ``obj``; those of a root are episodes."""
+    original = obj.run_stream
 
     @functools.wraps(original)
     async def run_stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        run = Run(seat, binding, kwargs.get("task", args[0] if args else None))
-        stream = original(*args, **kwargs)
+        going = Going(seat, rewalk, kwargs.get("task", args[0] if args else None))
         problem: BaseException | None = None
+        stream = aiter(original(*args, **kwargs))
         try:
             while True:
                 try:
-                    with run.entered():
+                    with going.entered():
                         item = await anext(stream)
                 except StopAsyncIteration:
                     break
-                run.observe(item)
+                going.observe(item)
                 yield item
         except BaseException as error:
             problem = error
             raise
         finally:
-            with run.entered():
+            with going.entered():
                 await close_stream(stream)
-            run.close(problem)
+            going.close(problem)
 
-    binding.patches.set(root, "run_stream", run_stream)
-    if type(root).run is not getattr(_base_group_chat(), "run", None):
-        _patch_run(root, seat, binding)
+    binding.patches.set(obj, "run_stream", run_stream)
+    if type(obj).run is not getattr(_base_group_chat(), "run", None):
+        _patch_run(obj, seat, binding, rewalk)
 
 
-def _patch_run(root: Any, seat: Seat, binding: Binding) -> None:
+def _patch_run(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
     """Agents have a ``run`` of their own, which does not go through ``run_stream``."""
-    original = root.run
+    original = obj.run
 
     @functools.wraps(original)
     async def run(*args: Any, **kwargs: Any) -> Any:
-        going = Run(seat, binding, kwargs.get("task", args[0] if args else None))
+        going = Going(seat, rewalk, kwargs.get("task", args[0] if args else None))
         problem: BaseException | None = None
         try:
             with going.entered():
@@ -144,7 +162,7 @@ def _patch_run(root: Any, seat: Seat, binding: Binding) -> None:
         finally:
             going.close(problem)
 
-    binding.patches.set(root, "run", run)
+    binding.patches.set(obj, "run", run)
 
 
 def _base_group_chat() -> Any:
@@ -155,16 +173,17 @@ def _base_group_chat() -> Any:
 
 def _task(task: Any) -> Any:
     if isinstance(task, BaseChatMessage):
-        return task.to_text()
+        return message_text(task)
     if isinstance(task, list | tuple):
         items: Any = task
-        return [{"source": m.source, "content": m.to_text()} for m in items]
+        return [{"source": m.source, "content": message_text(m)} for m in items]
     return task
 
 
-@functools.cache
-def _runtime() -> str:
-    try:
-        return f"autogen-agentchat {version('autogen-agentchat')}"
-    except PackageNotFoundError:
-        return "autogen-agentchat"
+def _told(episode: LiveEpisode, task: Any) -> None:
+    """A run that goes on with new input: the app's answer to the runs before it."""
+    if isinstance(task, str):
+        episode.human("user", task)
+    for message in [task] if isinstance(task, BaseChatMessage) else task:
+        if isinstance(message, BaseChatMessage):
+            episode.human(message.source, message_text(message))

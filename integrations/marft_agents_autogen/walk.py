@@ -1,31 +1,35 @@
 """Finding every agent, team and model client below a wrapped object.
 
-Invariant: each object is patched once per recorder; walking the same tree again, or a tree that
-shares agents with it, only adds the new root's binding to the seats.
+Invariant: each object is patched once per recorder; walking the same tree again, at each run of its
+root, only adds what the app has put there since.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
+from autogen_agentchat.agents import AssistantAgent, CodeExecutorAgent, SocietyOfMindAgent
 from autogen_agentchat.base import ChatAgent, Team
-from autogen_agentchat.teams import SelectorGroupChat
-from autogen_core.models import ChatCompletionClient
+from autogen_agentchat.teams import SelectorGroupChat, Swarm
 
-from marft_agents.recording import EpisodeHandle, IntegrationError, MarftRecorder, TurnKind
-from marft_agents_autogen.client import RecordingClient, not_recorded, sdk_clients
-from marft_agents_autogen.observe import observe
+from marft_agents.recording import ConfigError, EpisodeHandle, IntegrationError, MarftRecorder
+from marft_agents_autogen.compat import FILTER_AGENT
+from marft_agents_autogen.holders import patch_clients, patch_manager
 from marft_agents_autogen.runs import patch_runs
-from marft_agents_autogen.seats import SEAT, Binding, Seat, close_stream, seat_of
+from marft_agents_autogen.seats import SEAT, Binding, Role, Seat, seat_of
+from marft_agents_autogen.speeches import patch_executor, patch_speeches
+
+ENDS = ("auto", "terminated")
 
 
 def wrap_root(
     obj: Any,
     recorder: MarftRecorder,
+    runtime: str,
     *,
-    end: Literal["auto", "terminated"] = "auto",
+    end: str = "auto",
     on_end: Callable[[EpisodeHandle, Any], object] | None = None,
 ) -> None:
     """Walk ``obj`` and make its runs episodes."""
@@ -35,130 +39,139 @@ def wrap_root(
             f"cannot record an object of type {kind}; of AutoGen AgentChat, pass a team"
             " (RoundRobinGroupChat, SelectorGroupChat, Swarm, …) or an agent"
         )
+    if end not in ENDS:
+        raise ConfigError(f"wrap(..., end={end!r}): end is one of {', '.join(ENDS)}")
     seat = seat_of(obj)
-    if seat is not None and seat.is_root and seat.recorder is recorder:
+    if seat is not None and seat.root is not None and seat.recorder is recorder:
         return
-    binding = Binding(recorder, end, on_end)
+    binding = Binding(recorder, runtime, end, on_end)
     try:
-        seat = _walk(obj, binding)
-        patch_runs(obj, seat, binding)
+        seat = walk(obj, binding)
     except Exception:
         binding.release()
         raise
-    seat.is_root = True
+    seat.root = binding
     recorder.keep(binding)
 
 
-def _walk(obj: Any, binding: Binding, team: Seat | None = None) -> Seat:
+def walk(obj: Any, binding: Binding, seen: set[int] | None = None) -> Seat:
+    """The seat of ``obj``; everything below it is recorded, too."""
+    seen = set() if seen is None else seen
     seat = seat_of(obj)
-    if seat is None:
-        seat = Seat(binding.recorder, _name(obj))
-        binding.patches.set(obj, SEAT, seat)
-        seat.bindings.append(binding)
-        if isinstance(obj, Team):
-            _patch_team(obj, seat, binding)
-        else:
-            _patch_agent(obj, seat, binding)
-    elif seat.recorder is not binding.recorder:
+    if seat is not None and seat.recorder is not binding.recorder:
         raise IntegrationError(
             f"{seat.name!r} is still recorded by another MarftRecorder; close that one first"
         )
-    elif binding not in seat.bindings:
-        seat.bindings.append(binding)
-    else:
+    if seat is None:
+        seat = _seat(obj, binding)
+        binding.patches.set(obj, SEAT, seat)
+        patch_runs(obj, seat, binding, functools.partial(_again, obj))
+        if seat.is_team:
+            _patch_managers(obj, seat, binding)
+        else:
+            patch_speeches(obj, seat, binding)
+    if id(obj) in seen:
         return seat
-    if team is not None and team not in seat.teams:
-        seat.teams.append(team)
+    seen.add(id(obj))
+    patch_clients(obj, seat, binding)
+    if isinstance(obj, CodeExecutorAgent):
+        patch_executor(obj, seat, binding)
     for child in _children(obj):
-        _walk(child, binding, seat if isinstance(obj, Team) else None)
+        walk(child, binding, seen)
+    seat.handoffs = frozenset(getattr(obj, "_handoffs", None) or ())
+    for name, runner in _runners(obj):
+        seat.runners[name] = walk(runner, binding, seen)
     return seat
 
 
-def _name(obj: Any) -> str:
-    manager = getattr(obj, "_group_chat_manager_name", None)
-    return str(manager if isinstance(obj, Team) and manager else obj.name)
+def _again(obj: Any, binding: Binding) -> None:
+    """Before a run: what the app has added to the tree since it was walked."""
+    walk(obj, binding)
+
+
+def _seat(obj: Any, binding: Binding) -> Seat:
+    is_team = isinstance(obj, Team)
+    manager = getattr(obj, "_group_chat_manager_name", None) if is_team else None
+    label = getattr(obj, "name", None) or manager or type(obj).__name__
+    return Seat(
+        binding.recorder,
+        name=str(manager or label),
+        role=_role(obj, is_team),
+        label=str(label),
+        team_id=getattr(obj, "_team_id", None) if is_team else None,
+    )
+
+
+def _role(obj: Any, is_team: bool) -> Role:
+    if is_team:
+        if isinstance(obj, SelectorGroupChat):
+            return "selector"
+        return "swarm" if isinstance(obj, Swarm) else "team"
+    if isinstance(obj, SocietyOfMindAgent):
+        return "society"
+    if isinstance(obj, FILTER_AGENT):
+        return "filter"
+    return "assistant" if isinstance(obj, AssistantAgent | CodeExecutorAgent) else "agent"
 
 
 def _children(obj: Any) -> Iterator[Any]:
-    """Agents and teams held by ``obj``: participants, inner teams, agents behind tools."""
-    for value in vars(obj).values():
-        items: Sequence[Any] = (
-            cast("Sequence[Any]", value) if isinstance(value, list | tuple) else (value,)
-        )
+    """Agents and teams held by ``obj``, also in lists and dicts."""
+    for value in list(vars(obj).values()):
+        items: Iterable[Any] = (value,)
+        if isinstance(value, dict):
+            items = list(cast("dict[Any, Any]", value).values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            items = list(cast("Iterable[Any]", value))
         for item in items:
             if isinstance(item, ChatAgent | Team):
                 yield item
-    for tool in _tools(obj):
-        runner = getattr(tool, "_task_runner", None)
-        if isinstance(runner, ChatAgent | Team):
-            yield runner
 
 
-def _tools(obj: Any) -> Iterator[Any]:
+def _runners(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Agents and teams behind the tools of an agent, with the tool's name."""
     benches: Any = getattr(obj, "_workbench", None) or ()
+    tools = list(getattr(obj, "_tools", None) or ())
     for bench in benches if isinstance(benches, list | tuple) else (benches,):
-        yield from getattr(bench, "_tools", None) or ()
+        tools += getattr(bench, "_tools", None) or ()
+    for tool in tools:
+        for value in list(getattr(tool, "__dict__", {}).values()):
+            if isinstance(value, ChatAgent | Team):
+                yield str(tool.name), value
 
 
-def _patch_team(team: Any, seat: Seat, binding: Binding) -> None:
-    kind: TurnKind = "select" if isinstance(team, SelectorGroupChat) else "orchestrate"
-    _patch_clients(team, seat, binding, kind)
-    runtime = getattr(team, "_runtime", None)
+def _patch_managers(team: Any, seat: Seat, binding: Binding) -> None:
+    """The group chat manager holds clients of its own, from the team's first run on."""
+    runtime, topic = (
+        getattr(team, "_runtime", None),
+        getattr(team, "_group_chat_manager_topic_type", None),
+    )
     live: dict[Any, Any] = getattr(runtime, "_instantiated_agents", None) or {}
-    topic = getattr(team, "_group_chat_manager_topic_type", None)
-    for agent_id, manager in live.items():  # the team has run before
+    for agent_id, manager in list(live.items()):  # the team has run before
         if topic is not None and getattr(agent_id, "type", None) == topic:
-            _patch_clients(manager, seat, binding, kind)
-
-
-def _patch_clients(holder: Any, seat: Seat, binding: Binding, kind: TurnKind) -> None:
-    for name, value in list(vars(holder).items()):
-        client = not_recorded(value) if isinstance(value, ChatCompletionClient) else None
-        if client is None:
-            continue
-        for sdk in sdk_clients(client):
-            binding.recorder.capture(sdk)
-        binding.patches.set(holder, name, RecordingClient(client, seat, kind))
-
-
-def _patch_agent(agent: Any, seat: Seat, binding: Binding) -> None:
-    _patch_clients(agent, seat, binding, "act")
-    runners = {t.name for t in _tools(agent) if getattr(t, "_task_runner", None) is not None}
-    handoffs: dict[str, Any] = getattr(agent, "_handoffs", None) or {}
-    seat.own_tools = frozenset(runners | set(handoffs))
-    original_stream, original, reset = agent.on_messages_stream, agent.on_messages, agent.on_reset
+            _manager(manager, seat, binding)
+    make = getattr(team, "_create_group_chat_manager_factory", None)
+    if make is None:
+        return
     guard = binding.recorder.core.safety.guard
 
-    @functools.wraps(original_stream)
-    async def on_messages_stream(
-        messages: Sequence[Any], *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        with guard("see what an agent is given"):
-            seat.begin_speaking(messages)
-        stream = original_stream(messages, *args, **kwargs)
-        try:
-            async for item in stream:
-                with guard("see what an agent does"):
-                    observe(agent, seat, item)
-                yield item
-        finally:
-            await close_stream(stream)
+    @functools.wraps(make)
+    def make_factory(*args: Any, **kwargs: Any) -> Any:
+        factory = make(*args, **kwargs)
 
-    @functools.wraps(original)
-    async def on_messages(messages: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        # Agents that stream come through the other door as well; events count once, by id.
-        with guard("see what an agent is given"):
-            seat.begin_speaking(messages)
-        response = await original(messages, *args, **kwargs)
-        with guard("see what an agent does"):
-            observe(agent, seat, response)
-        return response
+        @functools.wraps(factory)
+        def build(*args: Any, **kwargs: Any) -> Any:
+            manager = factory(*args, **kwargs)
+            if not seat.closed:
+                with guard("record a group chat manager"):
+                    _manager(manager, seat, binding)
+            return manager
 
-    @functools.wraps(reset)
-    async def on_reset(*args: Any, **kwargs: Any) -> Any:
-        seat.delivered.clear()
-        return await reset(*args, **kwargs)
+        return build
 
-    binding.patches.set(agent, "on_messages_stream", on_messages_stream)
-    binding.patches.set(agent, "on_messages", on_messages)
-    binding.patches.set(agent, "on_reset", on_reset)
+    binding.patches.set(team, "_create_group_chat_manager_factory", make_factory)
+
+
+def _manager(manager: Any, seat: Seat, binding: Binding) -> None:
+    patch_manager(manager, seat, binding)
+    for child in _children(manager):
+        walk(child, binding)

@@ -1,0 +1,251 @@
+"""What is going on: runs of teams and agents, speeches of agents, one inside the other.
+
+Invariant: the innermost frame of a piece of code is that of the message handler it runs in, or a
+frame entered inside that handler. A runtime that the user started elsewhere runs handlers in a
+foreign context, so the context alone decides only where AutoGen names no team that is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from autogen_core import MessageHandlerContext
+
+from marft_agents.recording import LiveEpisode
+from marft_agents_autogen.compat import message_id, model_text
+from marft_agents_autogen.seats import Seat
+
+_PLACE: ContextVar[_Place | None] = ContextVar("marft_autogen_place", default=None)
+_RUNNING: dict[str, Run] = {}
+"""Runs going on, by the id of their team."""
+
+Parent = tuple[str | None, str | None]
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """A frame as contexts hold it; contexts outlive runs, in connections that are kept open."""
+
+    frame: Frame | None
+    below: _Place | None
+
+
+class Frame:
+    """A run or a speech; ``below`` is what it happens inside of, whoever records that."""
+
+    def __init__(self, seat: Seat, episode: LiveEpisode) -> None:
+        self.seat = seat
+        self.episode = episode
+        self.below = _innermost()
+        self.outer = _first(self.below, seat)
+        self._place = _Place(self, _PLACE.get())
+        self.closed = False
+        self.last_turn: str | None = None
+        """The latest turn made here or further inside."""
+        self.inner: dict[Seat, str] = {}
+        """The latest turn made in each thing that went on directly inside."""
+        seat.open.append(self)
+
+    @property
+    def open(self) -> bool:
+        return not (self.closed or self.episode.closed)
+
+    @property
+    def team_run(self) -> Run | None:
+        return self.below.team_run if self.below else None
+
+    @contextmanager
+    def entered(self) -> Generator[None]:
+        """Code inside belongs here; never to be held across a ``yield`` to the app."""
+        with ExitStack() as stack:
+            token = _PLACE.set(self._place)
+            stack.callback(_PLACE.reset, token)
+            if self.seat.recorder.current() is not self.episode and not self.episode.closed:
+                stack.enter_context(self.episode.active())
+            yield
+
+    def close(self) -> None:
+        self.closed = True
+        self._place.frame = None
+        self.seat.open.remove(self)
+
+    def made(self, turn_id: str, child: Frame | None = None) -> None:
+        """A turn was made here or, in ``child``, further inside."""
+        self.last_turn = turn_id
+        if child is not None:
+            self.inner[child.seat] = turn_id
+        if self.outer is not None:
+            self.outer.made(turn_id, self)
+
+    def parent(self) -> Parent:
+        """Agent inside whose turn calls made here run, and the turn that started it."""
+        raise NotImplementedError
+
+    def as_parent(self) -> Parent:
+        """The same for what is nested here."""
+        return self.parent()
+
+    def passes_on(self) -> str | None:
+        """The selection that what begins here owes its beginning to."""
+        return None
+
+
+class Run(Frame):
+    """One run of a team, or of an agent by its own ``run``."""
+
+    def __init__(self, seat: Seat, episode: LiveEpisode) -> None:
+        super().__init__(seat, episode)
+        self.selection: str | None = None
+        """Turn that chose who speaks next, until that one has spoken."""
+        self.managed: str | None = None
+        """Latest turn of the team's manager."""
+        self._inherited = self.outer.passes_on() if self.outer else None
+        if seat.team_id is not None:
+            _RUNNING[seat.team_id] = self
+
+    @property
+    def team_run(self) -> Run | None:
+        return self if self.seat.team_id is not None else super().team_run
+
+    def close(self) -> None:
+        super().close()
+        if self.seat.team_id is not None and _RUNNING.get(self.seat.team_id) is self:
+            del _RUNNING[self.seat.team_id]
+        if isinstance(self.outer, Run):
+            self.outer.selection = None
+
+    def parent(self) -> Parent:
+        if self.outer is None:
+            return None, None
+        if isinstance(self.outer, Run) and self.seat.is_team:
+            return self.seat.label, None
+        return self.outer.as_parent()
+
+    def passes_on(self) -> str | None:
+        return self.selection or self.take_inherited()
+
+    def take_inherited(self) -> str | None:
+        """The selection that began this nested run, for the first who acts in it."""
+        found, self._inherited = self._inherited, None
+        return found
+
+    def chose(self, turn_id: str) -> None:
+        self.managed = self.selection = turn_id
+
+
+class Speech(Frame):
+    """An agent was handed messages and acts until its response."""
+
+    def __init__(self, seat: Seat, episode: LiveEpisode, handed: Sequence[Any]) -> None:
+        super().__init__(seat, episode)
+        self.handed = [message_id(m) for m in handed]
+        self.turns: list[str] = []
+        self.asking: str | None = None
+        """The latest turn, while it is one that calls tools."""
+        self.arguments: dict[str, Any] = {}
+        """Arguments of tool calls under way, by call id."""
+        self.code: Any = None
+        self.exit_code: int | None = None
+        self.selected_by = self.outer.passes_on() if self.outer else None
+        self._name_instruction(handed)
+        known = seat.delivered.setdefault(episode, [])
+        known += [(i, model_text(m)) for i, m in zip(self.handed, handed, strict=True)]
+
+    def _name_instruction(self, handed: Sequence[Any]) -> None:
+        """The manager's own newest message (an instruction) came with its newest turn."""
+        run = self.outer
+        if not isinstance(run, Run) or run.managed is None or run.seat.role == "selector":
+            return
+        for message in reversed(handed):
+            if message.source == run.seat.name:
+                self.episode.messages.setdefault(message_id(message), run.managed)
+                return
+
+    def delivered(self) -> list[tuple[str, str]]:
+        """(text, turn id) of the messages handed over so far that a turn made."""
+        known = self.episode.messages
+        handed = self.seat.delivered.get(self.episode, [])
+        return [(text, known[i]) for i, text in handed if i in known]
+
+    def parent(self) -> Parent:
+        return self.outer.as_parent() if self.outer else (None, None)
+
+    def as_parent(self) -> Parent:
+        if self.seat.role == "filter":
+            return self.parent()
+        return self.seat.name, self.asking
+
+    def passes_on(self) -> str | None:
+        return None if self.turns else self.selected_by
+
+
+def _innermost() -> Frame | None:
+    place = _PLACE.get()
+    while place is not None and place.frame is None:
+        place = place.below
+    frame = place.frame if place else None
+    try:
+        key = MessageHandlerContext.agent_id().key
+    except Exception:  # outside any message handler
+        return frame
+    run = _RUNNING.get(key)
+    return run if run is not None and (frame is None or frame.team_run is not run) else frame
+
+
+def _first(frame: Frame | None, seat: Seat) -> Frame | None:
+    """``frame`` or the nearest one around it that is open and of the same recorder."""
+    while frame is not None:
+        if frame.open and frame.seat.recorder is seat.recorder:
+            return frame
+        frame = frame.below
+    return None
+
+
+def here(seat: Seat) -> Frame | None:
+    """The innermost frame of the seat's recorder."""
+    return _first(_innermost(), seat)
+
+
+def own_frame(seat: Seat) -> Frame | None:
+    """The frame of ``seat`` that the code running now belongs to.
+
+    A thread that did not take the context along belongs to what the seat began last.
+    """
+    innermost = frame = here(seat)
+    while frame is not None:
+        if frame.seat is seat:
+            return frame
+        frame = frame.outer
+    if innermost is not None:
+        return None
+    return next((f for f in reversed(seat.open) if f.open), None)
+
+
+def episode_here(seat: Seat) -> LiveEpisode | None:
+    """The episode that something beginning now is part of.
+
+    An episode that the app opened inside a run beats the run's.
+    """
+    frame, current = here(seat), seat.recorder.current()
+    if frame is None:
+        return current
+    inside = current is not None and current.parent_id == frame.episode.id
+    return current if inside else frame.episode
+
+
+def begin_speech(seat: Seat, messages: Sequence[Any]) -> tuple[Speech | None, bool]:
+    """The speech that begins with ``messages``, and whether it is a new one.
+
+    One speech may come through two doors (``on_messages`` calls ``on_messages_stream`` or the other
+    way round): the second door, with the same messages, opens no new one.
+    """
+    frame = here(seat)
+    handed = [message_id(m) for m in messages]
+    if isinstance(frame, Speech) and frame.seat is seat and frame.handed == handed:
+        return frame, False
+    episode = episode_here(seat)
+    return (None, False) if episode is None else (Speech(seat, episode, messages), True)

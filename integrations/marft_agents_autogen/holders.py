@@ -1,0 +1,90 @@
+"""Putting stand-ins before the model clients that agents, teams and their managers hold.
+
+Invariant: the app's clients stay as they are, also in a list or dict of the app, where only the
+place is taken; what cannot be recorded is said once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, cast
+
+from autogen_core.models import ChatCompletionClient
+
+from marft_agents.recording import ConfigError
+from marft_agents_autogen.client import RecordingClient, not_recorded, recorder_of, stood_for
+from marft_agents_autogen.sdk import capture_sdk, from_openai, is_sdk
+from marft_agents_autogen.seats import Binding, Seat
+
+
+def patch_clients(holder: Any, seat: Seat, binding: Binding) -> None:
+    """Record every model client among the attributes of ``holder``, once."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, ChatCompletionClient):
+            client = not_recorded(value)
+            if client is not None:
+                capture_sdk(seat, client)
+                binding.patches.set(holder, name, RecordingClient(client, seat))
+        elif isinstance(value, list | dict):
+            if _fill(cast("Any", value), seat):
+                binding.undo.append(_emptying(weakref.ref(holder), name, seat))
+        elif from_openai(value) and not seat.is_team:
+            _own_sdk(holder, value, seat)
+
+
+def patch_manager(manager: Any, seat: Seat, binding: Binding) -> None:
+    """Record a group chat manager, which may hold a stand-in that its team gave it."""
+    for name, value in list(vars(manager).items()):
+        if isinstance(value, ChatCompletionClient) and not_recorded(value) is None:
+            setattr(manager, name, stood_for(value))
+    patch_clients(manager, seat, binding)
+
+
+def _places(container: Any) -> list[tuple[Any, Any]]:
+    pairs: Iterable[Any] = (
+        container.items() if isinstance(container, dict) else enumerate(container)
+    )
+    return list(pairs)
+
+
+def _fill(container: Any, seat: Seat) -> bool:
+    """Stand-ins for the clients in a list or dict; whether there were any."""
+    found = False
+    for place, value in _places(container):
+        client = not_recorded(value) if isinstance(value, ChatCompletionClient) else None
+        if client is not None:
+            capture_sdk(seat, client)
+            container[place] = RecordingClient(client, seat, shared=True)
+            found = True
+    return found
+
+
+def _emptying(holder: weakref.ref[Any], name: str, seat: Seat) -> Any:
+    def empty() -> None:
+        container = getattr(holder(), name, None)
+        if isinstance(container, list | dict):
+            for place, value in _places(container):
+                if recorder_of(value) is seat.recorder:
+                    cast("Any", container)[place] = stood_for(value)
+
+    return empty
+
+
+def _own_sdk(agent: Any, client: Any, seat: Seat) -> None:
+    """An SDK object that an agent holds without a model client around it."""
+    core = seat.recorder.core
+    if type(agent).__module__.split(".")[0] == "autogen_ext":
+        core.safety.warn_once(
+            ("no chat completions", type(agent)),
+            f"marft-agents: agent {seat.name!r} is a {type(agent).__qualname__}, which does not use"
+            " the chat completions API; its model calls are not recorded; use an AssistantAgent"
+            " with an OpenAIChatCompletionClient",
+        )
+        return
+    if not is_sdk(client):
+        return
+    try:
+        seat.recorder.capture(client, seat.name)
+    except ConfigError as error:
+        core.safety.warn_once(("shared sdk", seat.name), f"marft-agents: {error}")

@@ -1,0 +1,113 @@
+"""Agents, as they are handed messages and act on them.
+
+Invariant: everything that happens until an agent's response, in whatever task, happens in one
+speech; its frame is entered while the agent works and left whenever the app gets an item.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from marft_agents_autogen.frames import Speech, begin_speech, here
+from marft_agents_autogen.observe import executed, observe
+from marft_agents_autogen.seats import Binding, Seat, close_stream
+
+
+class _Door:
+    """One way into a speech: ``on_messages`` or ``on_messages_stream``."""
+
+    def __init__(self, agent: Any, seat: Seat, messages: Sequence[Any]) -> None:
+        self._agent = agent
+        self._safety = seat.recorder.core.safety
+        self._speech: Speech | None = None
+        self._new = False
+        if not seat.closed:
+            with self._safety.guard("see what an agent is given"):
+                self._speech, self._new = begin_speech(seat, messages)
+
+    def entered(self) -> Any:
+        return self._speech.entered() if self._speech else nullcontext()
+
+    def observe(self, item: Any) -> None:
+        if self._speech is not None:
+            with self._safety.guard("see what an agent does"):
+                observe(self._agent, self._speech, item)
+
+    def close(self) -> None:
+        if self._speech is not None and self._new:
+            self._speech.close()
+
+
+@contextmanager
+def _door(agent: Any, seat: Seat, messages: Sequence[Any]) -> Generator[_Door]:
+    door = _Door(agent, seat, messages)
+    try:
+        yield door
+    finally:
+        door.close()
+
+
+def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
+    original_stream, original, reset = agent.on_messages_stream, agent.on_messages, agent.on_reset
+
+    @functools.wraps(original_stream)
+    async def on_messages_stream(
+        messages: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        with _door(agent, seat, messages) as door:
+            stream = aiter(original_stream(messages, *args, **kwargs))
+            try:
+                while True:
+                    try:
+                        with door.entered():
+                            item = await anext(stream)
+                    except StopAsyncIteration:
+                        break
+                    door.observe(item)
+                    yield item
+            finally:
+                with door.entered():
+                    await close_stream(stream)
+
+    @functools.wraps(original)
+    async def on_messages(messages: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        with _door(agent, seat, messages) as door:
+            with door.entered():
+                response = await original(messages, *args, **kwargs)
+            door.observe(response)
+            return response
+
+    @functools.wraps(reset)
+    async def on_reset(*args: Any, **kwargs: Any) -> Any:
+        seat.delivered.clear()
+        return await reset(*args, **kwargs)
+
+    binding.patches.set(agent, "on_messages_stream", on_messages_stream)
+    binding.patches.set(agent, "on_messages", on_messages)
+    binding.patches.set(agent, "on_reset", on_reset)
+
+
+def patch_executor(agent: Any, seat: Seat, binding: Binding) -> None:
+    """The executor of an agent without a model: its response says neither code nor exit code."""
+    executor = getattr(agent, "_code_executor", None)
+    run = getattr(executor, "execute_code_blocks", None)
+    if run is None or getattr(agent, "_model_client", None) is not None:
+        return
+    if hasattr(run, "marft_seen"):
+        return
+
+    @functools.wraps(run)
+    async def execute_code_blocks(code_blocks: Any, *args: Any, **kwargs: Any) -> Any:
+        result = await run(code_blocks, *args, **kwargs)
+        with seat.recorder.core.safety.guard("see executed code"):
+            speech = here(seat)
+            if isinstance(speech, Speech):
+                executed(speech, code_blocks, result)
+        return result
+
+    seen: Any = execute_code_blocks
+    seen.marft_seen = True
+    binding.patches.set(executor, "execute_code_blocks", execute_code_blocks)
