@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 
+from marft_agents.recording import EpisodeHandle
 from marft_agents.schema import JsonDict
 from marft_agents.testing import Reply, default_reply
 
@@ -57,6 +58,15 @@ def calls_once(calls: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Any:
         return Reply(tool_calls=[tool])
 
     return script
+
+
+def noting(ends: list[Any]) -> Callable[[EpisodeHandle, Any], None]:
+    """An ``on_end`` that notes what it is called with."""
+
+    def on_end(handle: EpisodeHandle, result: Any) -> None:
+        ends.append(result)
+
+    return on_end
 
 
 async def play(agent: Agent[Any], task: Any, *, stream: bool = False, **options: Any) -> list[Any]:

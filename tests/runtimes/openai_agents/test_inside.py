@@ -31,7 +31,7 @@ from pydantic import BaseModel
 from marft_agents import MarftRecorder
 from marft_agents.schema import EpisodeEnded, ToolEvent
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
-from tests.runtimes.openai_agents.kit import add, agent, calls_once, client, model, play
+from tests.runtimes.openai_agents.kit import add, agent, calls_once, client, model, noting, play
 
 pytestmark = pytest.mark.usefixtures("closing")
 
@@ -168,7 +168,7 @@ async def test_a_tripped_guardrail_ends_the_episode_and_reaches_the_app(
     )
     with ScriptedServer() as server:
         planner = agent("planner", server.url, **{f"{place}_guardrails": [guardrail]})
-        recorder.wrap(planner, on_end=lambda handle, result: ends.append(result))
+        recorder.wrap(planner, on_end=noting(ends))
         with pytest.raises(wanted):
             await play(planner, "go", stream=stream)
     recorder.flush()

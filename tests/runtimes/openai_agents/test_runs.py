@@ -25,9 +25,10 @@ from agents.run import get_default_agent_runner
 
 from marft_agents import MarftRecorder
 from marft_agents.errors import IntegrationError
-from marft_agents.schema import EpisodeEnded, EpisodeStarted, HumanEvent
+from marft_agents.recording import EpisodeHandle
+from marft_agents.schema import EpisodeEnded, EpisodeStarted, HumanEvent, RewardEvent, Turn
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
-from tests.runtimes.openai_agents.kit import add, agent, calls_once, model, play
+from tests.runtimes.openai_agents.kit import add, agent, calls_once, model, noting, play
 
 pytestmark = pytest.mark.usefixtures("closing")
 
@@ -44,7 +45,7 @@ async def test_a_run_that_hits_its_limit(
     ends: list[Any] = []
     with ScriptedServer(again) as server:
         planner = agent("planner", server.url, tools=[add])
-        recorder.wrap(planner, end=end, on_end=lambda handle, result: ends.append(result))
+        recorder.wrap(planner, end=end, on_end=noting(ends))
         with pytest.raises(MaxTurnsExceeded):
             await play(planner, "go", stream=stream, max_turns=2)
     recorder.flush()
@@ -57,13 +58,14 @@ async def test_on_end_rewards_the_episode(
     recorder: MarftRecorder, log: InMemoryLog, stream: bool
 ) -> None:
     with ScriptedServer(["done"]) as server:
-        planner = recorder.wrap(
-            agent("planner", server.url),
-            on_end=lambda handle, result: handle.reward(float(result.final_output == "done")),
-        )
+
+        def score(handle: EpisodeHandle, result: Any) -> None:
+            handle.reward(float(result.final_output == "done"))
+
+        planner = recorder.wrap(agent("planner", server.url), on_end=score)
         await play(planner, "go", stream=stream)
     recorder.flush()
-    assert [e.type for e in log.events] == ["episode_started", "turn", "reward", "episode_ended"]
+    assert [type(e) for e in log.events] == [EpisodeStarted, Turn, RewardEvent, EpisodeEnded]
 
 
 async def test_a_server_error_is_the_apps_and_a_failed_episode(
