@@ -31,8 +31,11 @@ def spoken(value: Any) -> str:
     if isinstance(value, list | tuple):
         items: Sequence[Any] = cast("Sequence[Any]", value)
         return "\n".join(spoken(item) for item in items)
-    messages = getattr(value, "messages", None)
-    return spoken(messages) if messages else str(value)
+    for name in ("messages", "review"):  # what the orchestrations make of an answer
+        messages: Any = getattr(value, name, None)
+        if isinstance(messages, list):
+            return spoken(messages)
+    return str(value)
 
 
 def _answer(content: Content) -> str:

@@ -1,0 +1,204 @@
+"""Inside a reply: tools, agents behind tools, structured output, summaries, approvals, caches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from agent_framework import (
+    ChatContext,
+    ChatResponse,
+    Content,
+    Message,
+    SummarizationStrategy,
+    chat_middleware,
+    tool,
+)
+from agent_framework.orchestrations import SequentialBuilder
+from pydantic import BaseModel
+
+from marft_agents.schema import EpisodeStarted, HumanEvent, ToolEvent
+from marft_agents.testing import Reply
+from tests.recording.kit import recording
+from tests.runtimes.agent_framework.kit import agent, client, events, sequential
+
+
+@tool
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+@tool
+def divide(a: int, b: int) -> str:
+    """Divide two numbers."""
+    return str(a // b)
+
+
+@tool(approval_mode="always_require")
+def delete(name: str) -> str:
+    """Delete a file."""
+    return f"{name} is gone"
+
+
+CALL_ADD = Reply(None, [("add", {"a": 1, "b": 2})])
+
+
+async def ask(asked: Any, task: Any, *, stream: bool = False, **options: Any) -> Any:
+    if not stream:
+        return await asked.run(task, **options)
+    return await asked.run(task, stream=True, **options).get_final_response()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_is_the_environment(stream: bool) -> None:
+    script = {"planner": [CALL_ADD, "the sum is three"], "coder": "I agree with that"}
+    with recording(script) as (server, recorder, log):
+        members = [agent("planner", server.url, tools=[add]), agent("coder", server.url)]
+        workflow = recorder.wrap(SequentialBuilder(participants=members).build())
+        await events(workflow, "add", stream=stream)
+    call, answer, coder = log.turns
+    (done,) = log.of(ToolEvent)
+    assert (done.name, done.agent, done.result, done.ok) == ("add", "planner", "3", True)
+    assert json.loads(done.arguments) == {"a": 1, "b": 2} and done.index == 1
+    assert call.tool_calls is not None and call.tool_calls[0]["id"] == done.call_id
+    assert (call.step, answer.step, coder.step) == (0, 1, 1)
+    assert answer.depends_on == [call.turn_id] and answer.turn_id in coder.depends_on
+    assert all(t.kind == "act" and t.trainable for t in log.turns)
+
+
+async def test_a_tool_that_fails_and_two_at_once() -> None:
+    both = Reply(None, [("divide", {"a": 1, "b": 0}), ("add", {"a": 1, "b": 2})])
+    with recording({"planner": [both, "oh"]}) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url, tools=[add, divide]))
+        await ask(planner, "go")
+    assert [(t.name, t.ok) for t in log.of(ToolEvent)] == [("divide", False), ("add", True)]
+    assert [t.step for t in log.turns] == [0, 1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_behind_a_tool_speaks_for_its_caller(stream: bool) -> None:
+    script = {
+        "planner": [Reply(None, [("writer", {"task": "write"})]), "here is the poem"],
+        "writer": [CALL_ADD, "a poem about the sea"],
+    }
+    with recording(script) as (server, recorder, log):
+        writer = agent("writer", server.url, tools=[add])
+        planner = recorder.wrap(agent("planner", server.url, tools=[writer.as_tool()]))
+        await ask(planner, "go", stream=stream)
+    call, inner, inner_answer, answer = log.turns
+    assert [t.agent for t in log.turns] == ["planner", "writer", "writer", "planner"]
+    assert len(log.of(EpisodeStarted)) == 1
+    assert [(t.name, t.agent) for t in log.of(ToolEvent)] == [
+        ("add", "writer"),
+        ("writer", "planner"),
+    ]
+    assert [t.step for t in log.turns] == [0, 0, 1, 1]
+    assert answer.depends_on == [call.turn_id, inner_answer.turn_id]
+    for turn in (inner, inner_answer):
+        assert (turn.parent_agent, turn.parent_turn) == ("planner", call.turn_id)
+    assert (call.parent_agent, answer.parent_agent) == (None, None)
+
+
+async def test_a_workflow_inside_a_tool_joins_the_run() -> None:
+    script = {
+        "boss": [Reply(None, [("consult", {"question": "how"})]), "so be it"],
+        "planner": "consulted and planned",
+        "coder": "consulted and coded",
+    }
+    with recording(script) as (server, recorder, log):
+        experts = sequential(server.url)
+
+        async def consult(question: str) -> str:
+            """Ask the experts."""
+            return str((await experts.run(question)).get_outputs()[-1].text)
+
+        boss = recorder.wrap(agent("boss", server.url, tools=[consult]))
+        await ask(boss, "go")
+    assert [t.agent for t in log.turns] == ["boss", "planner", "coder", "boss"]
+    assert len(log.of(EpisodeStarted)) == 1
+    assert {t.parent_agent for t in log.turns[1:3]} == {"boss"}
+    assert {t.parent_turn for t in log.turns[1:3]} == {log.turns[0].turn_id}
+
+
+class Answer(BaseModel):
+    x: int
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_structured_output(stream: bool) -> None:
+    with recording({"planner": '{"x": 3}'}) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url))
+        response = await ask(planner, "go", stream=stream, options={"response_format": Answer})
+    assert response.value == Answer(x=3)
+    (turn,) = log.turns
+    assert turn.token_ids and turn.sampling.grammar and turn.text == '{"x": 3}'
+
+
+async def test_a_summary_is_no_action_of_the_agent() -> None:
+    script = {"planner": ["first", "second"], "short": "they said hello"}
+    with recording(script) as (server, recorder, log):
+        shorten: Any = SummarizationStrategy(
+            client=client("short", server.url), target_count=1, threshold=0
+        )
+        planner = recorder.wrap(agent("planner", server.url, compaction_strategy=shorten))
+        session = planner.create_session()
+        with recorder.episode():
+            await ask(planner, "hello", session=session)
+            await ask(planner, "and now?", session=session)
+    kinds = [(t.agent, t.kind, t.model) for t in log.turns]
+    assert ("planner", "summary", "short") in kinds
+    assert kinds.count(("planner", "act", "planner")) == 2
+    assert all(t.parent_agent is None for t in log.turns)
+
+
+async def test_a_human_approves_a_tool_call() -> None:
+    script = {"planner": [Reply(None, [("delete", {"name": "x"})]), "deleted"]}
+    with recording(script) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url, tools=[delete]))
+        session = planner.create_session()
+        with recorder.episode():
+            first = await ask(planner, "delete x", session=session)
+            (request,) = first.user_input_requests
+            yes = request.to_function_approval_response(approved=True)
+            await ask(planner, Message("user", [yes]), session=session)
+    assert [h.text for h in log.of(HumanEvent)] == ["approved delete"]
+    assert [(t.name, t.result) for t in log.of(ToolEvent)] == [("delete", "x is gone")]
+    assert [t.step for t in log.turns] == [0, 1]
+
+
+async def test_a_reply_of_a_middleware_is_no_sample(caplog: pytest.LogCaptureFixture) -> None:
+    @chat_middleware
+    async def cache(context: ChatContext, call_next: Any) -> None:
+        context.result = ChatResponse(messages=[Message("assistant", ["from the cache"])])
+
+    with recording() as (server, recorder, log), caplog.at_level(logging.WARNING):
+        planner = recorder.wrap(agent("planner", server.url, middleware=[cache]))
+        assert (await ask(planner, "go")).text == "from the cache"
+    (turn,) = log.turns
+    assert turn.cached and turn.text == "from the cache" and not turn.trainable
+    assert turn.messages[-1] == {"role": "user", "content": "go"} and not server.requests
+    assert "answered by a middleware" in caplog.text
+
+
+async def test_a_middleware_that_asks_again_makes_two_turns() -> None:
+    @chat_middleware
+    async def twice(context: ChatContext, call_next: Any) -> None:
+        await call_next()
+        await call_next()
+
+    with recording({"planner": ["first try", "second try"]}) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url, middleware=[twice]))
+        assert (await ask(planner, "go")).text == "second try"
+    assert [t.text for t in log.turns] == ["first try", "second try"]
+    assert all(t.trainable for t in log.turns)
+
+
+async def test_pictures_and_other_contents_pass() -> None:
+    with recording() as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url))
+        picture = Content.from_uri("data:image/png;base64,iVBORw0KGgo=", media_type="image/png")
+        await ask(planner, Message("user", ["what is this?", picture]))
+    assert log.turns[0].trainable and "iVBORw0KGgo" not in json.dumps(log.turns[0].messages)
