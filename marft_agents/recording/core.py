@@ -6,7 +6,8 @@ Invariant: the parts know ``Core``, never ``MarftRecorder``; an event reaches th
 
 from __future__ import annotations
 
-import uuid
+import os
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,7 +27,12 @@ def utc_now() -> datetime:
 
 
 def random_id() -> str:
-    return uuid.uuid4().hex[:16]
+    """Unique over processes; from a generator of our own, because asking the system costs time."""
+    return f"{_random.getrandbits(64):016x}"
+
+
+_random = random.Random(os.urandom(32))
+os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 
 @dataclass(eq=False)

@@ -52,7 +52,7 @@ class Exchange:
         self.depends_on: list[str] = []
         self.turn_ids: dict[int, str] = {}
         """Turn id of each choice that later prompts may contain."""
-        self.base_url = str(request.url.copy_with(query=None)).removesuffix(CHAT_PATH)
+        self.base_url = str(request.url).partition("?")[0].removesuffix(CHAT_PATH)
         self.verdict: Verdict | None = None
         self.status: int | None = None
         self.streaming = False

@@ -38,6 +38,7 @@ class Ledger:
         self._order: dict[str, int] = {}
         self._outputs: list[Output] = []
         self._by_text: dict[str, list[Output]] = {}
+        self._known: set[tuple[str, str]] = set()
         self._by_call: dict[str, str] = {}
         self._quotes: dict[str, list[str]] = {}
 
@@ -55,11 +56,11 @@ class Ledger:
         for call_id in call_ids:
             self._by_call[call_id] = turn_id
         key = (text or "").strip()
-        known = self._by_text.setdefault(key, []) if key else []
-        if not key or any(o.turn_id == turn_id for o in known):
+        if not key or (turn_id, key) in self._known:
             return
+        self._known.add((turn_id, key))
         output = Output(turn_id, agent, key, quotable)
-        known.append(output)
+        self._by_text.setdefault(key, []).append(output)
         self._outputs.append(output)
 
     def link(

@@ -64,22 +64,20 @@ def sampling_of(
 
     ``plain_answer``: the reply ended by itself and calls no tool.
     """
-    asked = dict(request)
-    if asked.get("max_completion_tokens") is not None:  # the one that counts where both are given
-        asked["max_tokens"] = asked["max_completion_tokens"]
-    values: dict[str, Any] = {}
-    for name in _FLOATS:
-        values[name] = _number(_first(asked, defaults, name))
+    asked = {**defaults, **{k: v for k, v in request.items() if v is not None}}
+    if request.get("max_completion_tokens") is not None:  # the one that counts where both are given
+        asked["max_tokens"] = request["max_completion_tokens"]
+    values: dict[str, Any] = {name: _number(asked[name]) for name in _FLOATS if name in asked}
     for name in _INTS:
-        number = _number(_first(asked, defaults, name))
+        number = _number(asked[name]) if name in asked else None
         values[name] = None if number is None else int(number)
     return Sampling(
         **values,
-        stop=_stop(_first(asked, defaults, "stop")),
-        stop_token_ids=_ids(_first(asked, defaults, "stop_token_ids")),
-        ignore_eos=_truth(_first(asked, defaults, "ignore_eos")),
+        stop=_stop(asked.get("stop")),
+        stop_token_ids=_ids(asked.get("stop_token_ids")),
+        ignore_eos=_truth(asked.get("ignore_eos")),
         grammar=constrained(request, defaults, plain_answer=plain_answer),
-        shaped_by=shaped_by(asked, defaults),
+        shaped_by=shaped_by(asked),
         searched=searched(request),
     )
 
@@ -118,12 +116,12 @@ def _calls_held_to_a_form(request: Mapping[str, Any], defaults: Mapping[str, Any
     )
 
 
-def shaped_by(request: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+def shaped_by(asked: Mapping[str, Any]) -> list[str]:
     """Names of the settings that forbade, forced or reweighted single tokens."""
     return [
         name
         for name in _SHAPING
-        if _first(request, defaults, name) not in _NEUTRAL.get(name, _WITHOUT_EFFECT)
+        if name in asked and asked[name] not in _NEUTRAL.get(name, _WITHOUT_EFFECT)
     ]
 
 
@@ -158,11 +156,6 @@ def announced_mode(header: str | None) -> LogprobMode | None:
 def announced_logits(header: str | None) -> bool:
     """Whether what the server calls log-probabilities are logits."""
     return (header or "").strip().lower().endswith("logits")
-
-
-def _first(asked: Mapping[str, Any], defaults: Mapping[str, Any], name: str) -> Any:
-    value = asked.get(name)
-    return defaults.get(name) if value is None else value
 
 
 def _number(value: Any) -> float | None:
