@@ -201,8 +201,15 @@ class Sink:
     # -- the log's side -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._next(wait=True):
-            """One event each."""
+        going = True
+        while going:
+            try:
+                going = self._next(wait=True)
+            except BaseException as error:  # SystemExit, too, would end nothing but the log
+                self._safety.warn_once(
+                    "broken log",
+                    f"marft-agents lost an event: its log raised {type(error).__name__}: {error}",
+                )
         self._close_log()
 
     def _next(self, *, wait: bool) -> bool:
@@ -215,6 +222,10 @@ class Sink:
             event, size = self._queue.popleft()
         try:
             self._write(event)
+        except BaseException:
+            with self._changed:
+                self._lose(event)
+            raise
         finally:
             del event
             with self._changed:
