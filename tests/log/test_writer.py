@@ -100,6 +100,29 @@ def test_two_writers_never_share_a_segment(tmp_path: Path) -> None:
         assert one.path != two.path
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="finds descriptors in /proc")
+@pytest.mark.parametrize("taken", [True, False], ids=["taken over", "closed"])
+def test_a_descriptor_that_the_app_closed_is_never_written_to(tmp_path: Path, taken: bool) -> None:
+    """Daemons close every descriptor they find; the number may then be the app's own file."""
+    with LogWriter(tmp_path / "logs") as writer:
+        writer.write(turn(0))
+        numbers = os.listdir("/proc/self/fd")
+        here = (n for n in numbers if os.path.realpath(f"/proc/self/fd/{n}") == str(writer.path))
+        fd = int(next(here))
+        os.close(fd)
+        mine = tmp_path / "mine"
+        if taken:
+            with mine.open("wb") as other:
+                assert os.dup2(other.fileno(), fd) == fd
+        writer.write(turn(1))
+        if taken:
+            os.fstat(fd)
+            os.close(fd)
+            assert mine.read_bytes() == b""
+    assert set(texts(tmp_path / "logs")) == {"reply 0", "reply 1"}
+    assert len(list((tmp_path / "logs").iterdir())) == 2
+
+
 def test_file_mode_follows_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
