@@ -21,7 +21,12 @@ from marft_agents.schema import EndReason, JsonDict
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
 from marft_agents.serving.recording import CHAT, Recording
-from marft_agents.serving.refusals import Refusal, read_limited, require_api_key
+from marft_agents.serving.refusals import (
+    Refusal,
+    read_limited,
+    require_api_key,
+    require_own_origin,
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 AGENT_PATHS = ("/episodes/{episode}/agents/{agent}", "/episodes/{episode}", "/agents/{agent}")
@@ -60,6 +65,7 @@ def episode_routes(
 
     async def begin(request: Request) -> Response:
         require_api_key(request, api_key)
+        require_own_origin(request)
         body = await _fields(request, {"id", "task", "metadata", "agents"})
         wanted = body.get("id")
         metadata = body.get("metadata")
@@ -77,6 +83,7 @@ def episode_routes(
 
     async def end(request: Request) -> Response:
         require_api_key(request, api_key)
+        require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"reason", "detail"})
         reason, detail = body.get("reason", "terminated"), body.get("detail")
@@ -89,6 +96,7 @@ def episode_routes(
 
     async def reward(request: Request) -> Response:
         require_api_key(request, api_key)
+        require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"value", "agent", "turn_id", "source"})
         if "value" not in body:

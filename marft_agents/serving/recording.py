@@ -21,7 +21,7 @@ from marft_agents.recording.exchange import Exchange
 from marft_agents.schema import Episode, JsonDict
 from marft_agents.serving.episodes import Episodes, GatewayEpisode
 from marft_agents.serving.identity import Caller, caller_of
-from marft_agents.serving.refusals import Refusal, bearer_token, split_key
+from marft_agents.serving.refusals import Refusal, bearer_token, require_own_origin, split_key
 from marft_agents.serving.tool_results import note_tools
 from marft_agents.serving.watch import HttpCall, Recorded, Watch
 
@@ -126,6 +126,7 @@ def watched(
         raise Refusal(
             400, "this server records nothing; start it with --record DIR, or do not ask for it"
         )
+    require_own_origin(request)
     if request.url.path == TEXT:
         raise Refusal(400, f"text completions are not recorded; use {CHAT}")
     if caller.agent is not None and body.get("model") is None:

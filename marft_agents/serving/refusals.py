@@ -83,6 +83,15 @@ def require_api_key(request: Request, api_key: str | None) -> None:
         raise Refusal(401, "wrong or missing API key; send it as Authorization: Bearer <key>")
 
 
+def require_own_origin(request: Request) -> None:
+    """Refuse what a web page of another site sends through somebody's browser.
+
+    Such a page may post to a server on loopback, blindly, and would write into the log.
+    """
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Refusal(403, "web pages of another site cannot write into the log")
+
+
 def require_operator(request: Request, operator_key: str) -> None:
     """Refuse a control request from another machine, or without the operator key."""
     peer = request.client.host if request.client is not None else ""

@@ -351,6 +351,17 @@ def test_every_recording_route_asks_for_the_key(house: House) -> None:
         assert len(desk.events) == 1
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_web_pages_of_other_sites_write_nothing(desk: RecordingStage, site: str) -> None:
+    page = {"Sec-Fetch-Site": site, "Content-Type": "text/plain"}
+    desk.post("/episodes", {"id": "e1"})
+    for path in ("/episodes", "/episodes/e1/rewards", "/episodes/e1/end"):
+        assert desk.post(path, {"value": 1}, headers=page).status_code == 403
+    assert desk.ask(headers=page).status_code == 403
+    assert len(desk.events) == 1
+    assert desk.ask(headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
 def test_bodies_have_a_limit(desk: RecordingStage) -> None:
     big = {"task": "x" * (1024 * 1024)}
     assert desk.post("/episodes", big).status_code == 413
