@@ -47,13 +47,18 @@ def test_every_acknowledged_event_survives_kill_9(tmp_path: Path) -> None:
     assert len(found) - 1 + reader.skipped_count - len(acknowledged) <= 10
 
 
-def test_threads_in_several_processes_lose_and_mix_nothing(tmp_path: Path) -> None:
-    processes = [start("threads", tmp_path) for _ in range(3)]
+@pytest.mark.parametrize("job", ["threads", "recorded"])
+def test_six_processes_of_eight_threads_lose_and_mix_nothing(tmp_path: Path, job: str) -> None:
+    processes = [start(job, tmp_path) for _ in range(6)]
     expected = [name for process in processes for name in names(process)]
     reader = LogReader(tmp_path)
     assert written(reader) == Counter(expected)
-    assert len(expected) == 600
-    assert (len(reader.files), reader.skipped_count) == (3, 0)
+    assert len(expected) == 6 * 8 * 25
+    assert (len(reader.files), reader.skipped_count) == (6, 0)
+    if job == "recorded":
+        episodes = list(reader.episodes())
+        assert len(episodes) == 6 * 8 * 5
+        assert all(e.started and e.ended and len(e.turns) == 5 for e in episodes)
 
 
 def test_a_forked_child_writes_its_own_segment_and_is_not_locked_out(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from marft_agents import MarftRecorder
 from marft_agents.log import LogWriter
 from tests.log.events import turn
 
@@ -36,22 +37,47 @@ def killed(folder: Path, rounds: int = 10) -> None:
         sys.stdout.buffer.write(b"".join(line for line in lines if line.endswith(b"\n")))
 
 
-def threads(folder: Path) -> None:
-    """Four threads write fifty events each through one writer; print the names."""
-    writer = LogWriter(folder)
-
-    def write(thread: int) -> None:
-        for event in range(50):
-            name = f"{os.getpid()}-{thread}-{event}"
-            writer.write(turn(event, turn_id=name, response_id=name, text="z" * 7000))
-
-    workers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+def _in_threads(work: Callable[[int], None]) -> None:
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    for number in range(4):
-        print(*(f"{os.getpid()}-{number}-{event}" for event in range(50)), sep="\n")
+
+
+def threads(folder: Path) -> None:
+    """Eight threads write 25 events each through one writer; print the names."""
+    writer = LogWriter(folder)
+    written: list[str] = []
+
+    def write(thread: int) -> None:
+        for event in range(25):
+            name = f"{os.getpid()}-{thread}-{event}"
+            writer.write(turn(event, turn_id=name, response_id=name, text="z" * 7000))
+            written.append(name)
+
+    _in_threads(write)
+    print(*written, sep="\n")
+
+
+def recorded(folder: Path) -> None:
+    """Eight threads record five episodes of five turns each; print the names of the turns."""
+    recorder = MarftRecorder(folder)
+    emitted: list[str] = []
+
+    def record(thread: int) -> None:
+        for number in range(5):
+            with recorder.episode(id=f"{os.getpid()}-{thread}-{number}") as episode:
+                for step in range(5):
+                    name = f"{episode.id}-{step}"
+                    recorder.core.emit(
+                        turn(step, episode=episode.id, turn_id=name, text="z" * 7000)
+                    )
+                    emitted.append(name)
+
+    _in_threads(record)
+    recorder.close()
+    print(*emitted, sep="\n")
 
 
 def forked(folder: Path) -> None:
@@ -86,6 +112,7 @@ if __name__ == "__main__":
     jobs: dict[str, Callable[[Path], None]] = {
         "killed": killed,
         "threads": threads,
+        "recorded": recorded,
         "forked": forked,
     }
     jobs[sys.argv[1]](Path(sys.argv[2]))
