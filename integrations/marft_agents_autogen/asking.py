@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from marft_agents.recording import Call, LiveEpisode, TurnKind, Unseen
 from marft_agents_autogen.frames import Frame, Run, Speech, here, own_frame
-from marft_agents_autogen.sdk import capture_sdk
+from marft_agents_autogen.sdk import capture_sdk, sdk_clients
 from marft_agents_autogen.seats import Seat
 
 _TEAM_KINDS: dict[str, TurnKind] = {
@@ -137,7 +137,7 @@ def _content(result: Any) -> Any:
 def _unseen(messages: Any, result: Any, client: Any) -> Unseen:
     """A call without HTTP request, as far as AutoGen's objects tell.
 
-    A replay client calls its answers cached; only a client with a store can really have one.
+    A replay client calls its answers cached; without an SDK object or a store they are scripted.
     """
     text: str | None = None
     calls: list[dict[str, Any]] | None = None
@@ -147,7 +147,8 @@ def _unseen(messages: Any, result: Any, client: Any) -> Unseen:
     elif isinstance(content, list):
         calls = [_wire_call(c) for c in cast("list[Any]", content)]
     wire = [m for message in messages for m in _wire_messages(message)]
-    cached = bool(getattr(result, "cached", False)) and hasattr(client, "store")
+    cached = bool(getattr(result, "cached", False))
+    cached = cached and (hasattr(client, "store") or any(True for _ in sdk_clients(client)))
     return Unseen(wire, text, calls, cached=cached)
 
 

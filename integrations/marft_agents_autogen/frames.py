@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autogen_core import MessageHandlerContext
 
-from marft_agents.recording import LiveEpisode
+from marft_agents.recording import LiveEpisode, Speaker
 from marft_agents_autogen.compat import message_id, model_text
 from marft_agents_autogen.seats import Seat
 
@@ -66,7 +66,13 @@ class Frame:
             stack.callback(_PLACE.reset, token)
             if self.seat.recorder.current() is not self.episode and not self.episode.closed:
                 stack.enter_context(self.episode.active())
+            if self.seat.own_sdk:
+                stack.enter_context(self.speaker().current())
             yield
+
+    def speaker(self) -> Speaker:
+        """Whose a call is that no model client announces."""
+        return Speaker(self.seat.recorder.core, self.seat.name, None, *self.parent())
 
     def close(self) -> None:
         self.closed = True
@@ -173,6 +179,9 @@ class Speech(Frame):
 
     def parent(self) -> Parent:
         return self.outer.as_parent() if self.outer else (None, None)
+
+    def speaker(self) -> Speaker:
+        return replace(super().speaker(), selected_by=self.selected_by)
 
     def as_parent(self) -> Parent:
         if self.seat.role == "filter":

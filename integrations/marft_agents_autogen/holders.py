@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, cast
 
 from autogen_core.models import ChatCompletionClient
@@ -82,9 +83,7 @@ def _own_sdk(agent: Any, client: Any, seat: Seat) -> None:
             " with an OpenAIChatCompletionClient",
         )
         return
-    if not is_sdk(client):
-        return
-    try:
-        seat.recorder.capture(client, seat.name)
-    except ConfigError as error:
-        core.safety.warn_once(("shared sdk", seat.name), f"marft-agents: {error}")
+    if is_sdk(client):
+        seat.own_sdk = True
+        with suppress(ConfigError):  # another agent holds it, too; each call is the speaker's
+            seat.recorder.capture(client, seat.name)

@@ -88,6 +88,8 @@ def _response(agent: Any, speech: Speech, message: Any) -> None:
         elif isinstance(agent, CodeExecutorAgent) and not speech.turns:
             _code(speech, agent.name, message_text(message), speech.exit_code == 0)
         turn_id = speech.turns[-1] if speech.turns else speech.last_turn
+        if turn_id is None and speech.seat.role == "agent":
+            _say_silent(agent, speech)
         if turn_id is not None:
             episode.messages[name] = turn_id
             with episode.lock:
@@ -95,3 +97,16 @@ def _response(agent: Any, speech: Speech, message: Any) -> None:
     if isinstance(speech.outer, Run):
         handed_off = isinstance(message, HandoffMessage) and speech.outer.seat.role == "swarm"
         speech.outer.selection = episode.messages.get(name) if handed_off else None
+
+
+def _say_silent(agent: Any, speech: Speech) -> None:
+    """An agent of the app's own whose model, if it has one, is out of sight."""
+    kind = type(agent)
+    if kind.__module__.startswith("autogen_") or speech.seat.own_sdk:
+        return
+    speech.episode.core.safety.warn_once(
+        ("no model call seen", kind),
+        f"marft-agents: agent {agent.name!r} ({kind.__qualname__}) answered and no model call of"
+        " it was seen; if it asks a model, keep the model client (or openai client) in an"
+        " attribute of the agent, or use recorder.attach_client(client, agent=...)",
+    )

@@ -6,8 +6,10 @@ be uncaptured when it answers, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from autogen_core.models import ChatCompletionClient
 
 from marft_agents_autogen.seats import Seat
 
@@ -23,15 +25,21 @@ def is_sdk(obj: Any) -> bool:
 
 
 def sdk_clients(client: Any, depth: int = 0) -> Iterator[Any]:
-    """The SDK objects under a model client, through caches and other wrappers."""
-    for name in ("_client", "client"):
-        inner = getattr(client, name, None)
-        if inner is None or depth > 4:
-            continue
-        if is_sdk(inner):
-            yield inner
-        elif hasattr(inner, "create"):
-            yield from sdk_clients(inner, depth + 1)
+    """The SDK objects under a model client, through caches, fallbacks and other wrappers."""
+    if depth > 4:
+        return
+    for value in list(getattr(client, "__dict__", {}).values()):
+        if isinstance(value, dict):
+            held: Iterable[Any] = list(cast("dict[Any, Any]", value).values())
+        else:
+            held = (
+                list(cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else [value]
+            )
+        for inner in held:
+            if from_openai(inner) and is_sdk(inner):
+                yield inner
+            elif isinstance(inner, ChatCompletionClient):
+                yield from sdk_clients(inner, depth + 1)
 
 
 def capture_sdk(seat: Seat, client: Any) -> None:

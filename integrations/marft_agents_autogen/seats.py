@@ -55,6 +55,8 @@ class Seat:
     runners: dict[str, Seat] = field(default_factory=dict[str, "Seat"])
     """Agents and teams behind tools, by the tool's name."""
     handoffs: frozenset[str] = frozenset()
+    own_sdk: bool = False
+    """Whether the agent holds an openai SDK object without a model client around it."""
     open: list[Frame] = field(default_factory=list["Frame"])
     """What is going on here now."""
     delivered: weakref.WeakKeyDictionary[LiveEpisode, Delivered] = field(

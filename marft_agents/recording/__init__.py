@@ -16,6 +16,7 @@ from marft_agents.recording.clean import jsonable
 from marft_agents.recording.distributions import KnownDistribution, installed_runtime
 from marft_agents.recording.episode import LiveEpisode, describe_error
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
+from marft_agents.recording.own import Speaker
 from marft_agents.recording.patches import Patches
 from marft_agents.recording.recorder import MarftRecorder
 from marft_agents.recording.redact import Redaction
@@ -37,6 +38,7 @@ __all__ = [
     "MissingExtraError",
     "Patches",
     "Redaction",
+    "Speaker",
     "TurnKind",
     "Unseen",
     "describe_error",

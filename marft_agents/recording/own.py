@@ -1,12 +1,16 @@
 """Calls that no runtime announces: those of a client that belongs to one agent.
 
 Invariant: such a call begins with its request and ends with its response; the SDK's retries are
-attempts of the same call, told by the same body and the SDK's own count.
+attempts of the same call, told by the same body and the SDK's own count. Where an integration says
+who speaks, the call is the speaker's: several agents may hold one client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from marft_agents.recording.call import Call
@@ -17,6 +21,26 @@ if TYPE_CHECKING:
     from marft_agents.recording.exchange import Exchange
 
 _RETRIES: ContextVar[OwnCall | None] = ContextVar("marft_retries", default=None)
+_SPEAKER: ContextVar[Speaker | None] = ContextVar("marft_speaker", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Whose the unannounced calls are that are made in a context, and what they are part of."""
+
+    core: Core
+    agent: str
+    selected_by: str | None = None
+    parent_agent: str | None = None
+    parent_turn: str | None = None
+
+    @contextmanager
+    def current(self) -> Generator[None]:
+        token = _SPEAKER.set(self)
+        try:
+            yield
+        finally:
+            _SPEAKER.reset(token)
 
 
 class OwnCall(Call):
@@ -26,8 +50,14 @@ class OwnCall(Call):
     the episode.
     """
 
-    def __init__(self, episode: LiveEpisode, agent: str, content: bytes) -> None:
-        super().__init__(episode, agent)
+    def __init__(self, episode: LiveEpisode, speaker: Speaker, content: bytes) -> None:
+        super().__init__(
+            episode,
+            speaker.agent,
+            selected_by=speaker.selected_by,
+            parent_agent=speaker.parent_agent,
+            parent_turn=speaker.parent_turn,
+        )
         self.content = content
         episode.open_calls.add(self)
 
@@ -58,6 +88,9 @@ def own_call(core: Core, agent: str, request: Any) -> OwnCall | None:
         if again and waiting.episode is episode and waiting.content == request.content:
             return waiting
         waiting.finish()
-    call = OwnCall(episode, agent, request.content)
+    speaker = _SPEAKER.get()
+    if speaker is None or speaker.core is not core:
+        speaker = Speaker(core, agent)
+    call = OwnCall(episode, speaker, request.content)
     _RETRIES.set(call)
     return call
