@@ -1,14 +1,16 @@
 """One running episode: who asks what in which order, and which turn saw which.
 
 Invariant: an event's place in the order (turn ``index``, ``step``) is decided under the episode's
-lock, where it is also handed to the log. An episode ends once; calls that begin later are not its
-own. The current episodes are a contextvar, so tasks and threads that inherit the context share
-them and others do not.
+lock, where it is also handed to the log. An episode ends once, in the process where it began; calls
+that begin later are not its own. The current episodes are a contextvar, so tasks and threads that
+inherit the context share them and others do not.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -51,7 +53,9 @@ class LiveEpisode:
         self.id = episode_id
         self.parent_id = parent_id
         self.closed = False
+        self._process = os.getpid()
         self.lock = threading.RLock()
+        _alive.add(self)
         self.ledger = Ledger()
         self.messages: dict[str, str] = {}
         """Turn id behind each framework message id."""
@@ -176,6 +180,8 @@ class LiveEpisode:
             self.closed = True
         for call in list(self.open_calls):
             call.abandon()
+        if os.getpid() != self._process:
+            return  # a forked copy of the app; the episode ends where it began
         reason, detail = self._decided or self._ending(error)
         self.core.emit(
             EpisodeEnded(time=self.core.clock(), episode_id=self.id, reason=reason, detail=detail)
@@ -199,6 +205,17 @@ class LiveEpisode:
             # Left in another context, ``closed`` keeps it from being current there.
             with suppress(ValueError):
                 _EPISODES.reset(token)
+
+
+_alive: weakref.WeakSet[LiveEpisode] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for episode in list(_alive):
+        episode.lock = threading.RLock()  # the one that held it may not exist here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def current_episode(core: Core) -> LiveEpisode | None:
