@@ -1,9 +1,9 @@
 """Put the name that was asked for back into what the engine answers, and hide what was not.
 
-Invariant: only the top-level ``model`` of a reply or of a stream's ``data:`` line changes, and
-only where it is the engine's name for the version; token fields that the gateway asked for on its
-own account read as where nobody asked. Every other byte of a stream passes as it came, each line
-as soon as it is complete.
+Invariant: in a reply or a stream's ``data:`` line, the top-level ``model`` changes where it is the
+engine's name for the version, and token fields that the gateway asked for on its own account read
+as where nobody asked. Every other byte of a stream passes as it came, each line as soon as it is
+complete.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def rewrite_json(
     if not isinstance(value, dict):
         return body
     fields = cast("dict[str, Any]", value)
-    if fields.get("model") != engine_name:
+    if "token_ids" in hidden and _is_bare(fields):
+        return b""
+    changed = _hide(fields, hidden)
+    if fields.get("model") == engine_name:
+        fields["model"], changed = asked, True
+    if not changed:
         return body
-    if hidden:
-        if "token_ids" in hidden and _is_bare(fields):
-            return b""
-        _hide(fields, hidden)
-    return json.dumps(fields | {"model": asked}, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _choices(fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -46,14 +47,14 @@ def _choices(fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [cast("dict[str, Any]", choice) for choice in listed if isinstance(choice, dict)]
 
 
-def _hide(fields: dict[str, Any], hidden: Collection[str]) -> None:
+def _hide(fields: dict[str, Any], hidden: Collection[str]) -> bool:
     """Fields keep their place and lose their value: so engines write what nobody asked for."""
-    if "token_ids" in hidden and "prompt_token_ids" in fields:
-        fields["prompt_token_ids"] = None
-    for choice in _choices(fields):
-        for name in hidden:
-            if name in choice:
-                choice[name] = None
+    holders = [(fields, "prompt_token_ids")] if "token_ids" in hidden else []
+    holders += [(choice, name) for choice in _choices(fields) for name in hidden]
+    found = [(holder, name) for holder, name in holders if holder.get(name) is not None]
+    for holder, name in found:
+        holder[name] = None
+    return bool(found)
 
 
 def _is_bare(fields: dict[str, Any]) -> bool:
@@ -72,7 +73,8 @@ def rewrite_line(
     line: bytes, engine_name: str, asked: str, hidden: Collection[str] = NOTHING
 ) -> bytes:
     """One line of a server-sent event, line ending included; empty when nothing of it is left."""
-    if not line.startswith(_DATA) or engine_name.encode() not in line:
+    concerned = hidden or engine_name.encode() in line
+    if not line.startswith(_DATA) or not concerned:
         return line
     payload = line[len(_DATA) :]
     text = payload.strip()

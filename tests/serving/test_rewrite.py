@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -65,3 +67,53 @@ def test_a_body_keeps_everything_else() -> None:
 
 def test_lines_that_are_no_json_pass() -> None:
     assert rewrite_line(b"data: router@v3 {\n", "router@v3", "x") == b"data: router@v3 {\n"
+
+
+def _chunk(**choice: Any) -> bytes:
+    return json.dumps({"model": "a@v1", "choices": [{"index": 0} | choice]}).encode()
+
+
+LOGPROBS = {"content": [{"token": "x", "logprob": -1.0}]}
+
+
+@pytest.mark.parametrize("model", ["a@v1", "some other name"])
+def test_hidden_fields_read_as_where_nobody_asked(model: str) -> None:
+    choice = {"index": 0, "message": {"content": "x"}, "logprobs": LOGPROBS, "token_ids": [5]}
+    body = {"model": model, "choices": [choice], "prompt_token_ids": [1], "usage": {"n": 1}}
+    out = json.loads(rewrite_json(json.dumps(body).encode(), "a@v1", "a", {"token_ids"}))
+    assert out["choices"] == [choice | {"token_ids": None}]
+    assert (out["prompt_token_ids"], out["usage"]) == (None, {"n": 1})
+    out = json.loads(rewrite_json(json.dumps(body).encode(), "a@v1", "a", {"logprobs"}))
+    assert out["choices"] == [choice | {"logprobs": None}]
+    assert out["prompt_token_ids"] == [1]
+
+
+def test_absent_fields_stay_absent() -> None:
+    out = json.loads(rewrite_json(_chunk(delta={}), "a@v1", "a", {"logprobs"}))
+    assert out == {"model": "a", "choices": [{"index": 0, "delta": {}}]}
+
+
+def test_chunks_that_only_carry_ids_vanish_with_their_blank_line() -> None:
+    bare = b"data: " + _chunk(delta={}, token_ids=[1], finish_reason=None) + b"\n\n"
+    last = b"data: " + _chunk(delta={}, token_ids=[1], finish_reason="stop") + b"\n\n"
+    text = b"data: " + _chunk(delta={"content": "x"}, token_ids=[1]) + b"\n\n"
+    stream = b": ping\n\n" + text + bare + text + last + b"data: [DONE]\n\n"
+    for size in (1, 7, len(stream)):
+        cuts = [stream[i : i + size] for i in range(0, len(stream), size)]
+        out = _collect(cuts, {"token_ids"})
+        assert out.count(b'"content":"x"') == 2
+        assert out.count(b"data: ") == 4
+        assert out.count(b"\n\n") == 5 and b"\n\n\n" not in out
+        assert b"[1]" not in out
+    assert _collect([stream], frozenset()).count(b"data: ") == 5
+
+
+def _collect(chunks: list[bytes], hidden: Collection[str]) -> bytes:
+    async def source() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    async def run() -> bytes:
+        return b"".join([c async for c in rewrite_stream(source(), "a@v1", "a", hidden)])
+
+    return asyncio.run(run())
