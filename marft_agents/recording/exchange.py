@@ -67,6 +67,8 @@ class Exchange:
         self._reader: StreamReader | None = None
         self._raw: list[bytes] = []
         self._fed: float | None = None
+        for name in _KEY_HEADERS:
+            call.episode.core.safety.hide(request.headers.get(name))
 
     @property
     def answered(self) -> bool:

@@ -176,6 +176,11 @@ def under_name(name: str, value: str) -> str | None:
     return label if certain or _looks_random(value) else None
 
 
+def is_telling(key: str) -> bool:
+    """Whether a key is one by its looks; ``EMPTY`` and ``ollama`` are words that texts hold."""
+    return len(key) >= 12 and _digits(key) > 0 and any(c.isalpha() for c in key)
+
+
 def is_placeholder(value: str) -> bool:
     """``<your key>``, ``${TOKEN}``, ``password``: what stands where a secret would."""
     return _PLACEHOLDER.match(value) is not None

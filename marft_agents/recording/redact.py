@@ -108,6 +108,7 @@ class Redactor:
         self._patterns = self._plan.compiled()
         salt = self._plan.salt if self._plan.salt is not None else secrets.token_bytes(16)
         self._salt = salt.encode() if isinstance(salt, str) else salt
+        self._keys: tuple[str, ...] = ()
         self._clean: dict[str, None] = {}
         self._clean_chars = 0
         self._labels: list[str] = []
@@ -181,10 +182,17 @@ class Redactor:
         return self._walk(value)
 
     def _text(self, text: str) -> str:
+        if self._safety.keys is not self._keys:
+            self._keys = self._safety.keys
+            self._clean.clear()
+            self._clean_chars = 0
         if text in self._clean:
             return text
         new = text
         if self._plan.defaults and len(text) >= _SHORTEST:
+            new = self._safety.without_keys(text)
+            if new is not text:
+                self._labels.append("api-key")
             new, labels = mask(new)
             self._labels += labels
         for pattern in self._patterns:

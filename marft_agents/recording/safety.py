@@ -1,7 +1,8 @@
 """The recorder's own failures: logged once, never the app's problem; under pytest, raised.
 
 Invariant: whatever goes wrong inside ``guard`` ends there, unless the recorder is strict. What is
-logged holds no secret of a known shape: messages of errors quote what they were given.
+said holds no secret of a known shape (messages of errors quote what they were given), nor a key
+that the app's own requests carry.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from marft_agents.recording import leaving
-from marft_agents.recording.patterns import mask
+from marft_agents.recording.patterns import MASK, is_telling, mask
 
 _T = TypeVar("_T")
+
+_MOST_KEYS = 100
 
 logger = logging.getLogger("marft_agents.recording")
 
@@ -28,6 +31,8 @@ class Safety:
     def __init__(self, raise_errors: bool | None = None) -> None:
         self._raise_errors = raise_errors
         self._said: set[Hashable] = set()
+        self.keys: tuple[str, ...] = ()
+        """Keys in use, as far as ``hide`` was told of them."""
         self.after_fork()
         leaving.watch(self)
 
@@ -47,7 +52,7 @@ class Safety:
     def warn_once(self, key: Hashable, message: str) -> None:
         """Log a warning, the first time only for each ``key``."""
         if self._first(key):
-            _log(logging.WARNING, message)
+            self._log(logging.WARNING, message)
 
     def failed(self, what: str, error: Exception) -> None:
         """A bug or a refusal in the recorder: raised when strict, else logged once."""
@@ -55,7 +60,7 @@ class Safety:
             raise error
         if self._first((what, type(error))):
             trace = "".join(traceback.format_exception(error))
-            _log(logging.ERROR, f"marft-agents could not {what}; the app goes on\n{trace}")
+            self._log(logging.ERROR, f"marft-agents could not {what}; the app goes on\n{trace}")
 
     @contextmanager
     def guard(self, what: str) -> Generator[None]:
@@ -71,13 +76,25 @@ class Safety:
             return action()
         return None
 
+    def hide(self, header: str | None) -> None:
+        """Keep the key in an ``Authorization`` (or other) header out of all that is written."""
+        key = (header or "").rpartition(" ")[2]
+        if key not in self.keys and len(self.keys) < _MOST_KEYS and is_telling(key):
+            self.keys = (*self.keys, key)
+
+    def without_keys(self, text: str) -> str:
+        """``text`` without the keys in use."""
+        for key in self.keys:
+            if key in text:
+                text = text.replace(key, MASK.format("api-key"))
+        return text
+
+    def _log(self, level: int, message: str) -> None:
+        with suppress(Exception):  # a handler of the app's may raise
+            logger.log(level, "%s", mask(self.without_keys(message))[0])
+
     def _first(self, key: Hashable) -> bool:
         with self._lock:
             new = key not in self._said
             self._said.add(key)
             return new
-
-
-def _log(level: int, message: str) -> None:
-    with suppress(Exception):  # a handler of the app's may raise
-        logger.log(level, "%s", mask(message)[0])
