@@ -1,0 +1,49 @@
+"""What one ``wrap`` leaves behind: options, replaced attributes, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from marft_agents.recording import EpisodeHandle, LiveEpisode, MarftRecorder, Patches
+from marft_agents.schema import EndReason
+
+
+@dataclass(eq=False)
+class Binding:
+    """Options of the automatic episodes of one wrapped agent or hub."""
+
+    recorder: MarftRecorder
+    runtime: str
+    end: str = "auto"
+    on_end: Callable[[EpisodeHandle, Any], object] | None = None
+    patches: Patches = field(default_factory=Patches)
+    undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+    @property
+    def open(self) -> bool:
+        return not self.recorder.core.closed
+
+    def release(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+        self.patches.undo()
+
+    def __reduce__(self) -> Any:
+        """A copy of an agent is not recorded."""
+        return type(None), ()
+
+    def end_episode(
+        self, episode: LiveEpisode, reason: EndReason, detail: str | None, result: Any = None
+    ) -> None:
+        """End an episode that was opened for what this binding records."""
+        if reason == "truncated" and self.end == "terminated":
+            reason = "terminated"
+        if reason != "failed" and self.on_end is not None and self.open:
+            with self.recorder.core.safety.guard("call on_end"):
+                self.on_end(EpisodeHandle(episode), result)
+        episode.report(reason, detail)
+        if reason == "failed":
+            episode.decide(reason, detail)
+        episode.end()

@@ -1,0 +1,125 @@
+"""Agents of AG2 on a scripted server, alone and on a hub, for the tests here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ag2.network as net
+from ag2 import Agent
+from ag2.config import OpenAIConfig
+from ag2.knowledge import MemoryKnowledgeStore
+
+from marft_agents.recording import EpisodeHandle
+from marft_agents.schema import JsonDict
+from marft_agents.testing import Reply, default_reply
+
+SPOKEN = (net.EV_TEXT, net.EV_PACKET)
+
+
+def config(model: str, url: str, **options: Any) -> OpenAIConfig:
+    return OpenAIConfig(model=model, base_url=url, api_key="sk-test", max_retries=0, **options)
+
+
+def agent(name: str, url: str, *, stream: bool = False, **options: Any) -> Agent[Any]:
+    """An agent whose model has its name."""
+    options = {
+        "config": config(name, url, streaming=stream),
+        "prompt": f"You are {name}.",
+    } | options
+    return Agent(name, **options)
+
+
+def add(a: int, b: int) -> str:
+    """Add two numbers."""
+    return str(a + b)
+
+
+def calls_once(calls: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Any:
+    """A script: the agent of a name calls its tool first, and speaks once a tool has answered it.
+
+    ``calls``: agent → (tool, arguments). A model name may have an ending, as in ``planner-tuned``.
+    """
+
+    def script(body: JsonDict) -> Reply | str:
+        name = str(body["model"]).removesuffix("-tuned")
+        offered = [t["function"]["name"] for t in body.get("tools") or ()]
+        tool = calls.get(name)
+        answered = any(m["role"] == "tool" for m in body["messages"])
+        if tool is None or answered or tool[0] not in offered:
+            return default_reply({**body, "model": name})
+        return Reply(tool_calls=[tool])
+
+    return script
+
+
+def noting(ends: list[Any]) -> Callable[[EpisodeHandle, Any], None]:
+    """An ``on_end`` that notes what it is called with."""
+
+    def on_end(handle: EpisodeHandle, result: Any) -> None:
+        ends.append(result)
+
+    return on_end
+
+
+def relay(speakers: Sequence[Any], rounds: int) -> net.TransitionGraph:
+    """A graph in which the speakers take turns."""
+    steps = [
+        net.Transition(
+            when=net.FromSpeaker(one.agent_id),
+            then=net.AgentTarget(speakers[(i + 1) % len(speakers)].agent_id),
+        )
+        for i, one in enumerate(speakers)
+    ]
+    return net.TransitionGraph(
+        initial_speaker=speakers[0].agent_id,
+        transitions=steps,
+        default_target=net.TerminateTarget(reason="done"),
+        max_turns=rounds,
+    )
+
+
+async def open_hub() -> net.Hub:
+    return await net.Hub.open(MemoryKnowledgeStore(), ttl_sweep_interval=0)
+
+
+class Ended:
+    """Listens to a hub until one channel has ended or a turn in it has failed."""
+
+    def __init__(self, hub: net.Hub) -> None:
+        self._hub = hub
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        hub.register_listener(self)  # pyright: ignore[reportArgumentType] the methods it needs
+
+    async def on_channel_event(self, channel_id: str, kind: str, payload: Any) -> None:
+        if kind in ("closed", "expired") and not self._done.done():
+            self._done.set_result(None)
+
+    async def on_turn_failed(self, *args: Any, **kwargs: Any) -> None:
+        problem = next((a for a in args if isinstance(a, BaseException)), RuntimeError(args))
+        if not self._done.done():
+            self._done.set_exception(problem)
+
+    async def wait(self) -> None:
+        try:
+            await asyncio.wait_for(self._done, 20)
+        finally:
+            self._hub.unregister_listener(self)  # pyright: ignore[reportArgumentType] as above
+
+
+async def on_channel(
+    hub: net.Hub, members: Sequence[Any], task: str, graph: net.TransitionGraph
+) -> list[tuple[str, str]]:
+    """Open a workflow channel, say ``task`` as its first member, and wait for its end."""
+    names, ended = [m.agent.name for m in members[1:]], Ended(hub)
+    channel = await members[0].open(type="workflow", target=names, knobs={"graph": graph.to_dict()})
+    await channel.send(task, audience=[members[1].agent_id])
+    await ended.wait()
+    wal = await hub.read_wal(channel.channel_id)
+    ids = {m.agent_id: m.agent.name for m in members}
+    return [
+        (ids[e.sender_id], str(e.event_data.get("text") or e.event_data.get("body")))
+        for e in wal
+        if e.event_type in SPOKEN
+    ]
