@@ -22,7 +22,7 @@ def rewrite_json(
     """The JSON body with its model renamed; anything else as it is.
 
     ``hidden``: of ``token_ids`` and ``logprobs``, what the client is not to see. A chunk that only
-    carried such fields becomes empty.
+    came for their sake becomes empty.
     """
     try:
         value: Any = json.loads(body)
@@ -31,7 +31,7 @@ def rewrite_json(
     if not isinstance(value, dict):
         return body
     fields = cast("dict[str, Any]", value)
-    if "token_ids" in hidden and _is_bare(fields):
+    if {"token_ids", "logprobs"} <= set(hidden) and _is_bare(fields):
         return b""
     changed = _hide(fields, hidden)
     if fields.get("model") == engine_name:
@@ -58,7 +58,7 @@ def _hide(fields: dict[str, Any], hidden: Collection[str]) -> bool:
 
 
 def _is_bare(fields: dict[str, Any]) -> bool:
-    """A chunk without any text, which vLLM sends only to somebody who asked for token ids."""
+    """A chunk without any text, which vLLM sends to somebody who asked for ids or logprobs."""
     choices = _choices(fields)
     return (
         bool(choices)

@@ -298,14 +298,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def _chunks(self, body: dict[str, Any], i: int) -> list[dict[str, Any]]:
-        """One token's chunks; whoever asks for ids also gets one without text, as from vLLM."""
+        """One token's chunks; for ids or logprobs there is also one without text, as from vLLM."""
         ids: list[int] = [1, 2]
         asked = bool(body.get("return_token_ids"))
         out: list[dict[str, Any]] = []
         if i == 0:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}}
             out.append({"choices": [opening], "prompt_token_ids": ids if asked else None})
-        if asked and i == 1:
+        if (asked or body.get("logprobs")) and i == 1:
             bare = {"index": 0, "delta": {}, "finish_reason": None} | _tokens(body, [100])
             out.append({"choices": [bare]})
         ended = "stop" if i == self.fake.chunks - 1 else None

@@ -100,12 +100,14 @@ def test_chunks_that_only_carry_ids_vanish_with_their_blank_line() -> None:
     stream = b": ping\n\n" + text + bare + text + last + b"data: [DONE]\n\n"
     for size in (1, 7, len(stream)):
         cuts = [stream[i : i + size] for i in range(0, len(stream), size)]
-        out = _collect(cuts, {"token_ids"})
+        out = _collect(cuts, {"token_ids", "logprobs"})
         assert out.count(b'"content":"x"') == 2
         assert out.count(b"data: ") == 4
         assert out.count(b"\n\n") == 5 and b"\n\n\n" not in out
         assert b"[1]" not in out
-    assert _collect([stream], frozenset()).count(b"data: ") == 5
+    # Whoever asked for one of them would have had the chunk, too.
+    for hidden in ({"token_ids"}, {"logprobs"}, frozenset[str]()):
+        assert _collect([stream], hidden).count(b"data: ") == 5
 
 
 def _collect(chunks: list[bytes], hidden: Collection[str]) -> bytes:
