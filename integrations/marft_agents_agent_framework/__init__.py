@@ -39,7 +39,7 @@ def wrap(obj: Any, recorder: MarftRecorder, **options: Any) -> Any:
         MissingExtraError: Agent Framework cannot be imported.
     """
     try:
-        from marft_agents_agent_framework.walk import wrap_root
+        from marft_agents_agent_framework.roots import wrap_root
     except ImportError as error:
         raise MissingExtraError(
             "agent-framework", needed_for="recording Microsoft Agent Framework"

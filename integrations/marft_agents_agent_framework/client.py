@@ -80,6 +80,10 @@ def sdk_clients(client: Any) -> Iterator[Any]:
             yield value
 
 
+def calls_responses(client: Any) -> bool:
+    return any(base.__name__ == "RawOpenAIChatClient" for base in type(client).__mro__)
+
+
 def _reply(kind: Any, seat: Seat) -> Any:
     """``get_response`` of a seat: the agent begins to speak."""
     whole = _request(kind, "get_response", seat)
@@ -93,7 +97,7 @@ def _reply(kind: Any, seat: Seat) -> Any:
         if speech is None:
             return kind.get_response(self, *args, **kwargs)
         with safety.guard("see approvals"):
-            approvals(speech, messages)
+            approvals(speech.episode, messages)
         scope = _Reply(speech, messages)
         try:
             with scope.entered():
@@ -172,6 +176,9 @@ class _Reply:
             )
         tools(speech, getattr(result, "messages", ()))
 
+    def read(self) -> None:
+        """Its result is still to come."""
+
     def failed(self, error: BaseException | None) -> None:
         if not self._over:
             self._over = True
@@ -197,6 +204,10 @@ class _Request:
         if not call.exchanges:
             say_uncaptured(self._speech.seat, self._client)
 
+    def read(self) -> None:
+        if self._call.exchanges:  # what the app makes of it may still fail
+            self.done(None)
+
     def failed(self, error: BaseException | None) -> None:
         call = self._call
         if call.finished:
@@ -212,9 +223,8 @@ def say_uncaptured(seat: Seat, client: Any) -> None:
     """Warn once that calls of this kind of client cannot be captured, and what to do."""
     kind = type(client)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    responses = any(b.__name__ == "RawOpenAIChatClient" for b in kind.__mro__)
     why = "calls the Responses API, which returns no token ids"
-    if not responses:
+    if not calls_responses(client):
         why = "does not call chat completions through an openai SDK client"
     seat.recorder.core.safety.warn_once(
         ("uncaptured", kind),

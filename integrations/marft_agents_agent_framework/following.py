@@ -27,6 +27,10 @@ class Scope(Protocol):
 
     def entered(self) -> AbstractContextManager[None]: ...
 
+    def read(self) -> None:
+        """A stream was read to its end; its result, made of the parts, comes next."""
+        ...
+
     def done(self, result: Any) -> None:
         """It has a result; for streams, the final one."""
         ...
@@ -121,9 +125,8 @@ def _attach(stream: Any, scope: Scope) -> None:
             scope.done(result)
 
     def closed() -> None:
-        if not ends:
-            with scope.safety.guard("see a stream closed"):
-                scope.failed(None)
+        with scope.safety.guard("see a stream closed"):
+            scope.read() if ends else scope.failed(None)
 
     stream.with_pull_context_manager(lambda: _Pull(scope, ends))
     stream.with_result_hook(final)

@@ -58,11 +58,17 @@ def _asked_in(episode: LiveEpisode, call_id: str | None) -> str | None:
     return found[-1] if found else None
 
 
-def approvals(speech: Speech, messages: Sequence[Any]) -> None:
+def approvals(episode: LiveEpisode, messages: Sequence[Any]) -> None:
     """Record what humans decided about tool calls."""
     for answer in contents(list(messages), "function_approval_response"):
-        if speech.episode.first_time(f"approval {answer.id} {answer.approved}"):
-            speech.episode.human(None, spoken(answer))
+        human(episode, answer)
+
+
+def human(episode: LiveEpisode, answer: Any) -> None:
+    """Record what a human answered. A decision comes by more than one way, and counts once."""
+    decision = getattr(answer, "type", None) == "function_approval_response"
+    if not decision or episode.first_time(f"approval {answer.id} {answer.approved}"):
+        episode.human(None, spoken(answer))
 
 
 def history(speech: Speech, messages: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ current one only while the app awaits the run or pulls its stream.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -15,8 +15,9 @@ from agent_framework import WorkflowAgent
 
 from marft_agents.recording import EndReason, EpisodeHandle, LiveEpisode, describe_error
 from marft_agents_agent_framework.following import follow
+from marft_agents_agent_framework.observe import human
 from marft_agents_agent_framework.seats import Binding
-from marft_agents_agent_framework.words import contents, plain, spoken
+from marft_agents_agent_framework.words import contents, plain
 
 LIMITS = (
     "The group chat has reached the maximum number of rounds.",
@@ -28,15 +29,13 @@ LIMITS = (
 class Run:
     """One run of a wrapped root, inside the episode it joined or opened."""
 
-    def __init__(self, root: Any, binding: Binding, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, binding: Binding) -> None:
         self.safety = binding.recorder.core.safety
         self._binding = binding
         self._episode: LiveEpisode | None = None
         self._own = False
-        if not binding.recorder.core.closed:
-            self.safety.attempt("begin a run", lambda: self._begin(root, args, kwargs))
 
-    def _begin(self, root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, root: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = kwargs.get("message", kwargs.get("messages", args[0] if args else None))
         answers = list(_answers(root, given, kwargs.get("responses")))
         episode = self._binding.recorder.current()
@@ -48,7 +47,7 @@ class Run:
                 self._say_apart()
         self._episode = episode
         for answer in answers:
-            episode.human(None, spoken(answer))
+            human(episode, answer)
 
     def _say_apart(self) -> None:
         self.safety.warn_once(
@@ -61,6 +60,9 @@ class Run:
     def entered(self) -> AbstractContextManager[None]:
         """The episode as the current one, for code that the run starts from here."""
         return self._episode.active() if self._episode else nullcontext()
+
+    def read(self) -> None:
+        """Its result is still to come."""
 
     def done(self, result: Any) -> None:
         reason, detail = _outcome(result)
@@ -75,6 +77,14 @@ class Run:
         else:
             self._close("failed", describe_error(error), None)
 
+    def _say_empty(self) -> None:
+        self.safety.warn_once(
+            "empty",
+            "marft-agents: a run ended in which no model call was recorded: the agents that it"
+            " called were not found in what was wrapped (they are made while it runs, or held"
+            " elsewhere); wrap these agents too",
+        )
+
     def _close(self, reason: EndReason, detail: str | None, result: Any) -> None:
         episode, self._episode = self._episode, None
         if episode is None:
@@ -85,6 +95,8 @@ class Run:
         episode.report(reason, detail)
         if not self._own:
             return
+        if reason != "failed" and not episode.turn_ids():
+            self._say_empty()
         if reason == "failed":
             episode.decide(reason, detail)
         episode.end()
@@ -121,17 +133,23 @@ def _last_words(result: Any) -> str | None:
     return text.strip() if isinstance(text, str) else None
 
 
-def patch_run(root: Any, binding: Binding) -> None:
-    """Make each outermost run of ``root`` an episode."""
-    original = root.run
+def patch_run(root: Any, binding: Binding, walk: Callable[[Any], None]) -> None:
+    """Make each outermost run of ``root`` an episode; ``walk`` finds what is new in it."""
+    original, core = root.run, binding.recorder.core
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        going = Run(root, binding, args, kwargs)
+        if core.closed:
+            return original(*args, **kwargs)
+        going = Run(binding)
+        with core.safety.guard("look for new agents"):
+            walk(root)
+        with core.safety.guard("begin a run"):
+            going.begin(root, args, kwargs)
         try:
             with going.entered():
                 result = original(*args, **kwargs)
         except BaseException as error:
-            with going.safety.guard("see a failure"):
+            with core.safety.guard("see a failure"):
                 going.failed(error)
             raise
         return follow(result, going)

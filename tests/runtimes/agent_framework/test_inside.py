@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from agent_framework import (
     ChatContext,
+    ChatMiddleware,
     ChatResponse,
     Content,
+    ContextProvider,
     Message,
     SummarizationStrategy,
     chat_middleware,
@@ -201,4 +203,62 @@ async def test_pictures_and_other_contents_pass() -> None:
         planner = recorder.wrap(agent("planner", server.url))
         picture = Content.from_uri("data:image/png;base64,iVBORw0KGgo=", media_type="image/png")
         await ask(planner, Message("user", ["what is this?", picture]))
-    assert log.turns[0].trainable and "iVBORw0KGgo" not in json.dumps(log.turns[0].messages)
+    assert log.turns[0].token_ids and "iVBORw0KGgo" not in json.dumps(log.turns[0].messages)
+
+
+async def test_a_structured_output_that_fails_keeps_its_tokens() -> None:
+    with recording({"planner": "no JSON"}) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url))
+        options: Any = {"response_format": Answer}
+        with pytest.raises(Exception, match=r"JSON|json"):
+            print((await ask(planner, "go", stream=True, options=options)).value)
+    (turn,) = log.turns
+    assert turn.token_ids and turn.text == "no JSON" and turn.error is None
+
+
+class Memory(ContextProvider):
+    """Asks a model what to keep."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__("memory")
+        self.chat = client("memory", url)
+
+    async def after_run(self, **given: Any) -> None:
+        await self.chat.get_response([Message("user", ["what is worth keeping?"])])
+
+
+class Guard(ChatMiddleware):
+    """Asks a model whether to let a prompt through."""
+
+    def __init__(self, url: str) -> None:
+        self.chat = client("guard", url)
+
+    async def process(self, context: ChatContext, call_next: Any) -> None:
+        await self.chat.get_response([Message("user", ["is this fine?"])])
+        await call_next()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_stands_around_an_agent_has_kinds_of_its_own(stream: bool) -> None:
+    with recording() as (server, recorder, log):
+        around: Any = {
+            "context_providers": [Memory(server.url)],
+            "middleware": [Guard(server.url)],
+        }
+        await ask(recorder.wrap(agent("planner", server.url, **around)), "go", stream=stream)
+    kinds = [(t.agent, t.kind, t.model) for t in log.turns]
+    assert kinds == [
+        ("planner", "guard", "guard"),
+        ("planner", "act", "planner"),
+        ("planner", "reflect", "memory"),
+    ]
+
+
+async def test_a_client_that_the_app_puts_in_later_is_found_at_the_next_run() -> None:
+    with recording() as (server, recorder, log):
+        planner: Any = recorder.wrap(agent("planner", server.url))
+        await planner.run("x")
+        mine = planner.client = client("planner", server.url)
+        await planner.run("y")
+    assert [t.trainable for t in log.turns] == [True, True]
+    assert planner.client is mine

@@ -20,6 +20,7 @@ from agent_framework import (
     executor,
     handler,
     step,
+    tool,
     workflow,
 )
 from agent_framework.orchestrations import GroupChatBuilder, MagenticBuilder, SequentialBuilder
@@ -82,7 +83,7 @@ async def test_a_handoff_of_agents_that_were_wrapped_themselves() -> None:
         with recorder.episode():
             await builder.build().run("go")
     assert _who(log.turns) == ["planner", "coder", "planner"]
-    assert all(t.trainable for t in log.turns)
+    assert all(t.token_ids for t in log.turns) and log.turns[2].trainable
 
 
 async def test_a_human_answers_a_handoff_workflow() -> None:
@@ -312,3 +313,46 @@ async def test_a_run_goes_on_from_a_checkpoint(caplog: pytest.LogCaptureFixture)
         await workflow.run(checkpoint_id=sorted(saved, key=lambda c: c.timestamp)[1].checkpoint_id)
     assert turns == 2 and len(log.turns) > turns
     assert len(log.of(EpisodeStarted)) == 2 and "goes on from a checkpoint" in caplog.text
+
+
+async def test_a_human_approves_a_call_inside_a_workflow() -> None:
+    @tool(approval_mode="always_require")
+    def delete(name: str) -> str:
+        """Delete a file."""
+        return f"{name} is gone"
+
+    script = {"planner": [Reply(None, [("delete", {"name": "x"})]), "deleted"], "coder": "ok"}
+    with recording(script) as (server, recorder, log):
+        planner = agent("planner", server.url, tools=[delete])
+        builder = SequentialBuilder(participants=[planner, agent("coder", server.url)])
+        workflow: Any = recorder.wrap(builder.build())
+        with recorder.episode():
+            (request,) = (await workflow.run("go")).get_request_info_events()
+            yes = request.data.to_function_approval_response(approved=True)
+            await workflow.run(responses={request.request_id: yes})
+    assert [h.text for h in log.of(HumanEvent)] == ["approved delete"]
+    assert [(t.name, t.result) for t in log.of(ToolEvent)] == [("delete", "x is gone")]
+    assert [(t.agent, t.step) for t in log.turns] == [("planner", 0), ("planner", 1), ("coder", 1)]
+
+
+class Echo(Executor):
+    """Sends everything back to itself, without a model."""
+
+    @handler
+    async def again(self, text: str, ctx: WorkflowContext[str, str]) -> None:
+        await ctx.send_message(text)
+
+
+async def test_too_many_supersteps_truncate_and_no_model_call_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, two = Echo(id="one"), Echo(id="two")
+    builder = WorkflowBuilder(start_executor=one, max_iterations=3, output_from="all")
+    workflow = builder.add_edge(one, two).add_edge(two, one).build()
+    with recording() as (_, recorder, log), caplog.at_level(logging.WARNING):
+        recorder.wrap(workflow)
+        with pytest.raises(Exception, match="did not converge"):
+            await workflow.run("go")
+    ((reason, detail),) = _ends(log)
+    assert reason == "truncated" and "did not converge" in str(detail)
+    assert "no model call was recorded" in caplog.text

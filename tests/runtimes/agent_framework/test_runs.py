@@ -24,7 +24,7 @@ from agent_framework.orchestrations import GroupChatBuilder, SequentialBuilder
 
 from marft_agents import MarftRecorder
 from marft_agents.errors import IntegrationError
-from marft_agents.schema import EpisodeEnded, EpisodeStarted
+from marft_agents.schema import EpisodeEnded, EpisodeStarted, RewardEvent
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
 from tests.recording.kit import recording
 from tests.runtimes.agent_framework.kit import (
@@ -121,11 +121,10 @@ async def test_a_run_that_nobody_reads_to_its_end_has_failed(how: str) -> None:
     with recording() as (server, recorder, log):
         workflow = recorder.wrap(sequential(server.url))
         stream: Any = workflow.run("x", stream=True)
-        async for _ in stream:
-            break
+        assert await anext(stream)
         if how == "close" and hasattr(stream, "close"):
             await stream.close()
-        del stream, _
+        del stream
         gc.collect()
     assert _ends(log) == [("failed", "the run was left before its result")]
 
@@ -188,9 +187,13 @@ async def test_wrap_after_a_first_run_and_twice() -> None:
 
 async def test_a_builder_records_what_it_builds() -> None:
     ended: list[Any] = []
+
+    def take_note(episode: Any, result: Any) -> None:
+        ended.append((episode.id, result))
+
     with recording() as (server, recorder, log):
         builder = SequentialBuilder(participants=agents(server.url, "planner", "coder"))
-        assert recorder.wrap(builder, on_end=lambda e, r: ended.append((e.id, r))) is builder
+        assert recorder.wrap(builder, on_end=take_note) is builder
         assert recorder.wrap(builder) is builder
         for task in ("x", "y"):
             await builder.build().run(task)
@@ -200,14 +203,15 @@ async def test_a_builder_records_what_it_builds() -> None:
 
 
 async def test_the_app_rewards_a_run_when_it_ends() -> None:
+    def reward(episode: Any, result: Any) -> None:
+        episode.reward(len(result.get_outputs()))
+
     with recording() as (server, recorder, log):
-        workflow = recorder.wrap(
-            sequential(server.url), on_end=lambda e, r: e.reward(len(r.get_outputs()))
-        )
+        workflow = recorder.wrap(sequential(server.url), on_end=reward)
         await events(workflow, "x", stream=True)
         with recorder.episode():
             await workflow.run("not mine to end")
-    rewards = [e for e in log.events if e.type == "reward"]
+    rewards = log.of(RewardEvent)
     assert [e.episode_id for e in rewards] == [log.of(EpisodeStarted)[0].episode_id]
     assert log.events.index(rewards[0]) < log.events.index(log.of(EpisodeEnded)[0])
 
@@ -351,9 +355,8 @@ def test_only_what_runs_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     with recording() as (server, recorder, _):
         with pytest.raises(IntegrationError, match="pass a workflow, an agent or a builder"):
             recorder.wrap(client("x", server.url))
-        monkeypatch.setattr("marft_agents.recording.distributions._version", lambda name: "3.0.0")
         monkeypatch.setattr(
-            "marft_agents_agent_framework.walk.installed_runtime", _newer_than_known
+            "marft_agents_agent_framework.roots.installed_runtime", _newer_than_known
         )
         with pytest.raises(IntegrationError, match=r"agent-framework-core 3\.0\.0 is installed"):
             recorder.wrap(agent("planner", server.url))
