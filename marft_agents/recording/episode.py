@@ -27,6 +27,7 @@ from marft_agents.schema import (
     EpisodeEnded,
     EpisodeStarted,
     HumanEvent,
+    JsonDict,
     RewardEvent,
     ToolEvent,
     Turn,
@@ -62,6 +63,8 @@ class LiveEpisode:
         self.open_calls: set[Call] = set()
         """Calls that nobody but the HTTP layer can finish."""
         self._turns: list[tuple[str, str]] = []
+        self._replies: dict[tuple[str, int], int] = {}
+        """What was said under each response id and choice."""
         self._step = 0
         self._answered = False
         self._seen: set[str] = set()
@@ -94,9 +97,25 @@ class LiveEpisode:
     def add_turn(self, turn: Turn) -> None:
         """Give a finished turn its index and log it."""
         with self.lock:
-            turn = turn.model_copy(update={"index": len(self._turns)})
+            turn = turn.model_copy(update={"index": len(self._turns), **self._once_more(turn)})
             self._turns.append((turn.turn_id, turn.agent))
             self.core.emit(turn)
+
+    def _once_more(self, turn: Turn) -> JsonDict:
+        """What to change in a turn whose response id was there before.
+
+        Readers take equal ids for copies of one record. The same reply again comes from a cache
+        between here and the server; another reply is a client's or server's id used twice.
+        """
+        if turn.response_id is None:
+            return {}
+        reply = turn.response_id, turn.choice_index
+        said = hash((turn.text, tuple(turn.token_ids or ()), repr(turn.tool_calls)))
+        if reply not in self._replies:
+            self._replies[reply] = said
+            return {}
+        cached = turn.cached or self._replies[reply] == said
+        return {"response_id": f"{turn.response_id}#{turn.turn_id}", "cached": cached}
 
     def turn_ids(self, agent: str | None = None) -> tuple[str, ...]:
         with self.lock:

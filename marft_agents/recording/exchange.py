@@ -218,7 +218,8 @@ class Exchange:
             body = None
         if self.answered and isinstance(body, dict):
             self.reply = completion(cast("JsonDict", body), self._expected())
-            self.error = self.error or self._redacted(self.reply.error)
+            nothing = None if self.reply.choices else "the reply has no choices"
+            self.error = self.error or self._redacted(self.reply.error) or nothing
         elif self.answered:
             self.error = self.error or "the reply is not JSON"
         else:

@@ -57,10 +57,10 @@ def test_members_at_the_edges(data: bytes, put: Any, want: bytes) -> None:
 
 
 NO_OBJECTS = [b"", b"[]", b"1", b"{", b'{"a"}', b'{"a":1,}', b'{"a" 1}', b'{"a":1 "b":2}']
-NO_OBJECTS += [b"{1:2}", b"{} x", b"\xff{}", b'{"a":' + b"[" * 100_000]
+ODD_OBJECTS = [b"{1:2}", b"{} x", b"\xff{}", b'{"a":' + b"[" * 100_000]
 
 
-@pytest.mark.parametrize("data", NO_OBJECTS)
+@pytest.mark.parametrize("data", NO_OBJECTS + ODD_OBJECTS)
 def test_what_is_no_object_is_said(data: bytes) -> None:
     with pytest.raises(ValueError):
         JsonObject(data)

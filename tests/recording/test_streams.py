@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
@@ -19,16 +18,6 @@ from tests.recording.kit import HELLO
 from tests.recording.wire_kit import EVENTS, HTTP, Answer, Wire, events_of, stream, streamed
 
 TEXT = "one two three"
-
-
-@contextmanager
-def _episode(wire: Wire) -> Generator[tuple[openai.OpenAI, InMemoryLog]]:
-    log = InMemoryLog()
-    with MarftRecorder(log=log) as recorder:
-        recorder.attach_client(client := wire.sdk(), "planner")
-        with recorder.episode():
-            yield client, log
-        assert recorder.flush()
 
 
 def _ask(client: openai.OpenAI) -> Any:
@@ -82,7 +71,7 @@ EARLY: list[Callable[[Any], None]] = [_break, _close, _leave_with, _raise, _drop
 
 @pytest.mark.parametrize("leave", EARLY)
 def test_a_stream_left_early_is_no_sample(leave: Callable[[Any], None]) -> None:
-    with _episode(Wire(streamed(TEXT))) as (client, log):
+    with Wire(streamed(TEXT)).recorded() as (client, log):
         leave(client)
     (turn,) = log.turns
     assert turn.untrainable_reason == "not all of its tokens arrived"
@@ -93,7 +82,7 @@ def test_a_stream_left_early_is_no_sample(leave: Callable[[Any], None]) -> None:
 
 @pytest.mark.parametrize("leave", ["break", "with", "raise"])
 def test_a_stream_left_at_its_last_token_is_whole(leave: str) -> None:
-    with _episode(Wire(streamed(TEXT))) as (client, log):
+    with Wire(streamed(TEXT)).recorded() as (client, log):
         answer = _ask(client)
         if leave == "raise":
             with pytest.raises(KeyError), answer:
@@ -106,7 +95,7 @@ def test_a_stream_left_at_its_last_token_is_whole(leave: str) -> None:
 
 
 def test_streaming_inside_an_except_block_is_no_failure() -> None:
-    with _episode(Wire(Answer(status=500), streamed(TEXT))) as (client, log):
+    with Wire(Answer(status=500), streamed(TEXT)).recorded() as (client, log):
         try:
             _ask(client)
         except openai.InternalServerError:
@@ -130,7 +119,7 @@ def _broken(kind: str, keep: int, **changes: Any) -> Answer:
 @pytest.mark.parametrize("keep", [0, 2, 4])
 def test_a_broken_stream_has_failed_even_after_its_last_token(kind: str, keep: int) -> None:
     """The app got an exception and no reply, so nobody acted on this one."""
-    with _episode(Wire(_broken(kind, keep))) as (client, log), pytest.raises(Exception):  # noqa: B017
+    with Wire(_broken(kind, keep)).recorded() as (client, log), pytest.raises(Exception):  # noqa: B017
         list(_ask(client))
     (turn,) = log.turns
     assert turn.untrainable_reason == "the call failed"
@@ -142,7 +131,7 @@ def test_a_chunk_cut_inside_a_character_keeps_what_came_before() -> None:
     data = stream(events_of("ü 🙂 end"), done=False)
     cut = data.index("🙂".encode()) + 2
     answer = Answer([data[:cut]], kind=EVENTS, error=BREAKS["read error"])
-    with _episode(Wire(answer)) as (client, log), pytest.raises(Exception):  # noqa: B017
+    with Wire(answer).recorded() as (client, log), pytest.raises(Exception):  # noqa: B017
         list(_ask(client))
     assert log.turns[0].text == "ü"
     assert log.turns[0].token_ids == events_of("ü 🙂 end")[1]["choices"][0]["token_ids"]
@@ -220,7 +209,8 @@ def test_latency_ends_with_the_last_byte_and_begins_with_the_first_attempt(
             now[0] += 1.0 if request.method == "POST" else 50.0
             return super().__call__(request)
 
-    with _episode(Slow(Answer([data[:third], data[third:]], kind=EVENTS))) as (client, log):
+    wire = Slow(Answer([data[:third], data[third:]], kind=EVENTS))
+    with wire.recorded() as (client, log):
         answer = _ask(client)
         next(iter(answer))
         now[0] += 7.0

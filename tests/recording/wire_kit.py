@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 
-from marft_agents.testing import Reply, completion_body, stream_events
+from marft_agents.recording import MarftRecorder
+from marft_agents.testing import InMemoryLog, Reply, completion_body, stream_events
 
 HTTP: Any = importlib.import_module("httpx2" if int(openai.__version__[0]) >= 3 else "httpx")
 """What the installed SDK speaks HTTP with."""
@@ -25,13 +27,14 @@ LISTING: Any = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One response; ``error`` is raised after the last piece."""
+    """One response; ``error`` is raised after the last piece, ``refused`` in its place."""
 
     pieces: Sequence[bytes] = ()
     status: int = 200
     kind: str | None = JSON
     headers: dict[str, str] = field(default_factory=dict[str, str])
     error: Callable[[Any], BaseException] | None = None
+    refused: Callable[[Any], BaseException] | None = None
 
 
 class _Pieces(HTTP.SyncByteStream, HTTP.AsyncByteStream):
@@ -64,6 +67,8 @@ class Wire:
             return HTTP.Response(200, json=self._listing)
         self.requests.append(request)
         answer = next(self._answers)
+        if answer.refused is not None:
+            raise answer.refused(request)
         headers = {"content-type": answer.kind} if answer.kind else {}
         return HTTP.Response(
             answer.status, headers=headers | answer.headers, stream=_Pieces(answer, request)
@@ -71,6 +76,15 @@ class Wire:
 
     async def answer_async(self, request: Any) -> Any:
         return self(request)
+
+    @contextmanager
+    def recorded(self, **options: Any) -> Generator[tuple[openai.OpenAI, InMemoryLog]]:
+        """A client of the agent ``planner`` inside an episode; everything is logged at the end."""
+        log, sdk = InMemoryLog(), options.pop("sdk", {})
+        with MarftRecorder(log=log, **options) as recorder:
+            recorder.attach_client(client := self.sdk(**sdk), "planner")
+            with recorder.episode():
+                yield client, log
 
     def sdk(self, **options: Any) -> openai.OpenAI:
         options = {"max_retries": 0, "api_key": "sk-test"} | options
