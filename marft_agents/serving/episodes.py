@@ -37,6 +37,8 @@ class GatewayEpisode(LiveEpisode):
         """Task and metadata of the request that began it; ``None``: its first call did."""
         self.ended: tuple[EndReason, str | None] | None = None
         """The app's own word."""
+        self.borders_elsewhere = False
+        """Whether the app logs its begin and end itself."""
         self.in_flight = 0
         self.last_used = now()
         self.turns: list[JsonDict] = []
@@ -172,12 +174,17 @@ class Episodes:
         self._add(live)
         return live
 
-    def use(self, episode_id: str) -> GatewayEpisode | None:
-        """The episode of a call, begun now if need be; ``None`` when the app has ended it."""
+    def use(self, episode_id: str, *, by_app: bool = False) -> GatewayEpisode | None:
+        """The episode of a call, begun now if need be; ``None`` when the app has ended it.
+
+        ``by_app``: the app records the episode, too; its begin and end are the app's to log.
+        """
         live = self.get(episode_id)
         if live is None:
             live = GatewayEpisode(self._core, episode_id, self._now)
-            live.start(None, None, RUNTIME)
+            live.borders_elsewhere = by_app
+            if not by_app:
+                live.start(None, None, RUNTIME)
             self._add(live)
         if live.ended is not None:
             return None
@@ -214,7 +221,8 @@ class Episodes:
             live.release(now - RETRY_WINDOW_S)
             if live.in_flight or now - live.last_used <= self._idle_s:
                 continue
-            if live.closed:
+            if live.closed or live.borders_elsewhere:
+                live.release()
                 del self._known[live.id]
             else:
                 self._idle(live, f"{_IDLE}no call for {self._idle_s:g} s")
@@ -240,6 +248,7 @@ class Episodes:
         surplus = len(self._known) - self._limit
         for oldest in list(self._known.values())[:surplus] if surplus > 0 else ():
             if not oldest.in_flight:
-                if not oldest.closed:
+                oldest.release()
+                if not (oldest.closed or oldest.borders_elsewhere):
                     self._idle(oldest, f"{_IDLE}{self._limit} other episodes were used since")
                 del self._known[oldest.id]

@@ -26,12 +26,17 @@ BY_URL = "/episodes/<episode>/agents/<agent>/v1"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a request says of itself; ``recorded``: whether the gateway is to record it."""
+    """What a request says of itself.
+
+    ``recorded``: whether the gateway is to record it. ``by_app``: the app records it, too, and
+    logs how its episodes begin and end.
+    """
 
     agent: str | None = None
     episode: str | None = None
     kind: TurnKind = "act"
     recorded: bool = False
+    by_app: bool = False
 
     def named(self, model: Any) -> Caller:
         """With the model's name for an agent that is not named otherwise."""
@@ -89,6 +94,7 @@ def caller_of(request: Request, *, record_all: bool = False) -> Caller:
         checked_episode(episode),
         _kind(request),
         recorded=True,
+        by_app=app_records,
     )
 
 

@@ -56,7 +56,7 @@ class Recording:
         """Begin to record a call; ``url`` is where the engine will be asked."""
         with self.core.safety.guard("record a call"):
             assert caller.episode is not None and caller.agent is not None
-            episode = self.episodes.use(caller.episode)
+            episode = self.episodes.use(caller.episode, by_app=caller.by_app)
             if episode is None:
                 reason = f"the episode {caller.episode} has ended"
                 self.core.safety.warn_once(

@@ -65,7 +65,9 @@ def test_who_is_left_alone(given: Request) -> None:
 
 
 def test_record_all_takes_what_apps_record_themselves() -> None:
-    assert caller_of(request(**HEADERS), record_all=True) == Caller("coder", "e2", recorded=True)
+    assert caller_of(request(**HEADERS), record_all=True) == Caller(
+        "coder", "e2", recorded=True, by_app=True
+    )
     with pytest.raises(Refusal, match="this server records every call, and it names no episode"):
         caller_of(request(), record_all=True)
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from marft_agents.log import LogReader, LogWriter
+from marft_agents.recording import MarftRecorder
 from marft_agents.testing import BrokenLog
 from tests.serving.conftest import furnished
 from tests.serving.recording_kit import CHAT, HELLO, RecordingStage, recording_stage
@@ -111,6 +114,28 @@ def test_apps_that_record_themselves_are_left_alone(quiet_desk: RecordingStage) 
     )
     assert quiet_desk.post(CHAT, body).status_code == 200
     assert quiet_desk.events == []
+
+
+def test_a_turn_that_app_and_gateway_record_counts_once(house: House, tmp_path: Path) -> None:
+    with recording_stage(house, record_all=True, log=LogWriter(tmp_path), idle_s=60) as desk:
+        base_url = f"{desk.stage.url}/v1"
+        with (
+            MarftRecorder(tmp_path) as recorder,
+            openai.OpenAI(base_url=base_url, api_key="none") as client,
+        ):
+            recorder.attach_client(client, "router")
+            with recorder.episode(task="the app's") as episode:
+                ask: Any = client.chat.completions.create
+                ask(model="router", messages=HELLO)
+                ask(model="router", messages=HELLO)
+                episode.reward(1.0)
+        desk.clock.now = 100.0
+        desk.recording.episodes.sweep()
+    reader = LogReader(tmp_path)
+    (folded,) = reader.episodes()
+    assert (len(folded.turns), reader.duplicates, len(folded.sources)) == (2, 2, 2)
+    assert folded.task == "the app's"
+    assert folded.ended is not None and folded.ended.reason == "terminated"
 
 
 def test_record_all(house: House) -> None:
