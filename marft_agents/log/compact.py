@@ -8,9 +8,6 @@ target appears whole, on disk and under its name, or not at all.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -22,6 +19,7 @@ from marft_agents.log.encode import encode_line
 from marft_agents.log.fold import with_known_turn, with_known_turns, without_duplicates
 from marft_agents.log.living import writer_of
 from marft_agents.log.reader import LogReader, Record
+from marft_agents.log.whole import refuse_existing, whole_folder
 from marft_agents.schema import (
     AnyEvent,
     EditEvent,
@@ -76,8 +74,7 @@ def compact(
         OSError: the disk refused; there is no target then.
     """
     target = target.absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise LogError(f"{target} exists and is not empty; name a folder that does not exist")
+    refuse_existing(target)
     every = LogReader(*sources).files
     living = {path: who for path in every if (who := writer_of(path)) is not None}
     finished = [path for path in every if path not in living]
@@ -90,20 +87,11 @@ def compact(
         source_bytes=sum(path.stat().st_size for path in finished),
         still_written={str(path): who for path, who in living.items()},
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write(LogReader(*finished), scratch, done, before, set(delete), file_bytes)
+    with whole_folder(target) as folder:
+        _write(LogReader(*finished), folder, done, before, set(delete), file_bytes)
         missing = sorted(set(delete) - set(done.deleted))
         if missing:
             raise LogError(f"no episode {', '.join(map(repr, missing))} to delete; nothing written")
-        scratch.chmod(0o755)
-        _to_disk(scratch)
-        scratch.replace(target)
-        _to_disk(target.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     return done
 
 
@@ -134,21 +122,15 @@ def _write(
             done.left_out += len(records) - len(kept)
     finally:
         if file is not None:
-            _end(file)
+            file.close()
     done.damaged = reader.skipped_count
 
 
 def _next(last: BinaryIO | None, folder: Path, done: Compacted) -> BinaryIO:
     if last is not None:
-        _end(last)
+        last.close()
     done.files += 1
     return (folder / f"compacted-{done.files:05d}.jsonl").open("xb", buffering=2**20)
-
-
-def _end(file: BinaryIO) -> None:
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def kept_lines(records: Sequence[Record]) -> Iterator[bytes]:
@@ -212,14 +194,3 @@ def _refuse_living(delete: Collection[str], living: dict[Path, str]) -> None:
 def _first(living: dict[Path, str]) -> str:
     path, who = next(iter(living.items()))
     return f"{path} is still written by {who}"
-
-
-def _to_disk(folder: Path) -> None:
-    """Flush the names in a folder, where the system can."""
-    if os.name == "nt":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

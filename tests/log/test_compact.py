@@ -135,7 +135,7 @@ def test_a_segment_of_another_machine_counts_as_written_until_it_is_silent(tmp_p
 
 def test_a_target_in_use_is_refused(tmp_path: Path) -> None:
     source = log(tmp_path / "logs", "a")
-    with pytest.raises(LogError, match="exists and is not empty"):
+    with pytest.raises(LogError, match="logs exists; name another place"):
         compact([source], source)
     (tmp_path / "empty").mkdir()
     assert compact([source], tmp_path / "empty").episodes == 1

@@ -9,11 +9,8 @@ content.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +23,7 @@ from marft_agents.log.importing.autogen_sqlite import autogen_sqlite
 from marft_agents.log.importing.chats import Made, openai_chats, sharegpt_chats
 from marft_agents.log.importing.detect import detect
 from marft_agents.log.importing.draft import Draft
+from marft_agents.log.whole import whole_file
 from marft_agents.schema import Turn
 
 Reading = Callable[[Path, str, datetime], Iterator[Made]]
@@ -72,7 +70,7 @@ def import_log(
     if done.path.exists():
         raise LogError(f"{source} was imported before: {done.path}; remove that to do it again")
     begin = datetime.fromtimestamp(source.stat().st_mtime, UTC)
-    with _appearing(done.path) as file:
+    with whole_file(done.path) as file:
         for made in FORMATS[name](source, f"{name}-{digest}", begin):
             if isinstance(made, Draft):
                 _write(made, file, done, reward)
@@ -97,21 +95,3 @@ def _write(draft: Draft, file: BinaryIO, done: Imported, reward: float | None) -
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
-
-
-@contextlib.contextmanager
-def _appearing(path: Path) -> Generator[BinaryIO]:
-    """A file that gets its name when it is whole and on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb", buffering=2**20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        raise
