@@ -76,7 +76,7 @@ def seated(client: Any, seat: Seat) -> Any:
 def sdk_clients(client: Any) -> Iterator[Any]:
     """The openai SDK objects that a chat client holds."""
     for value in list(vars(client).values()):
-        if hasattr(value, "chat") and hasattr(value, "_client"):
+        if hasattr(type(value), "chat") and hasattr(value, "_client"):
             yield value
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -40,8 +41,22 @@ class Scope(Protocol):
         ...
 
 
+_left: deque[Scope] = deque()
+"""Scopes of streams that were let go. Garbage collection may find these anywhere, inside any lock,
+so nothing is done about them there."""
+
+
+def settle() -> None:
+    """End what went on for streams that nobody has any more."""
+    while _left:
+        scope = _left.popleft()
+        with scope.safety.guard("see a stream dropped"):
+            scope.failed(None)
+
+
 def follow(result: Any, scope: Scope) -> Any:
     """``result``, or something of its kind in its place, that reports to ``scope``."""
+    settle()
     if isinstance(result, ResponseStream):
         scope.safety.attempt("follow a stream", lambda: _attach(result, scope))
         return result  # pyright: ignore[reportUnknownVariableType] of whatever
@@ -109,7 +124,8 @@ class _Pull:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered.__exit__(None, None, None)
+        with suppress(ValueError):  # closed from another context, where nothing of it is set
+            self._entered.__exit__(None, None, None)
         if isinstance(error, StopAsyncIteration):
             self._ends.append(True)
         elif error is not None:
@@ -131,10 +147,4 @@ def _attach(stream: Any, scope: Scope) -> None:
     stream.with_pull_context_manager(lambda: _Pull(scope, ends))
     stream.with_result_hook(final)
     stream.with_cleanup_hook(closed)
-    weakref.finalize(stream, _dropped, scope).atexit = False
-
-
-def _dropped(scope: Scope) -> None:
-    """A stream that was let go; after any other end this comes to nothing."""
-    with scope.safety.guard("see a stream dropped"):
-        scope.failed(None)
+    weakref.finalize(stream, _left.append, scope).atexit = False

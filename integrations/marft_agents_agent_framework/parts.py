@@ -17,7 +17,6 @@ from agent_framework import (
     Executor,
     FunctionMiddleware,
     FunctionTool,
-    SupportsAgentRun,
     Workflow,
 )
 
@@ -34,6 +33,12 @@ def class_names(obj: Any) -> frozenset[str]:
 
 def is_function(obj: Any) -> bool:
     return inspect.isfunction(obj) or inspect.ismethod(obj)
+
+
+def is_agent(obj: Any) -> bool:
+    """``SupportsAgentRun``, asked of the class: the app's objects may do things when looked at."""
+    kind = type(obj)
+    return all(callable(getattr(kind, n, None)) for n in ("run", "create_session", "get_session"))
 
 
 def is_part(obj: Any) -> bool:
@@ -58,12 +63,16 @@ def kind_inside(obj: Any, otherwise: TurnKind) -> TurnKind:
 def _interesting(obj: Any) -> bool:
     if isinstance(obj, type):
         return False
-    return isinstance(obj, Workflow | SupportsAgentRun | FunctionTool) or is_part(obj)
+    return isinstance(obj, Workflow | FunctionTool) or is_agent(obj) or is_part(obj)
+
+
+def attributes(obj: Any) -> list[tuple[str, Any]]:
+    return list(getattr(obj, "__dict__", {}).items())
 
 
 def held(obj: Any) -> Iterator[Any]:
     """Agents, workflows, tools, functions and parts among the attributes of ``obj``."""
-    for name, value in list(vars(obj).items()):
+    for name, value in attributes(obj):
         for item in _items(value):
             if _interesting(item) or (name in _FUNCTIONS and is_function(item)):
                 yield item

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
-from agent_framework import SupportsAgentRun, Workflow
+from agent_framework import Workflow
 
 from marft_agents.recording import (
     EpisodeHandle,
@@ -18,7 +18,7 @@ from marft_agents.recording import (
     MarftRecorder,
     installed_runtime,
 )
-from marft_agents_agent_framework.parts import class_names
+from marft_agents_agent_framework.parts import class_names, is_agent
 from marft_agents_agent_framework.runs import patch_run
 from marft_agents_agent_framework.seats import Binding
 from marft_agents_agent_framework.walk import Role, Walk
@@ -35,7 +35,8 @@ def wrap_root(
 ) -> None:
     """Record ``obj``; of a builder, what it builds."""
     binding = Binding(recorder, installed_runtime("agent-framework", KNOWN), end, on_end)
-    runs = isinstance(obj, Workflow | SupportsAgentRun) or "FunctionalWorkflow" in class_names(obj)
+    functional = "FunctionalWorkflow" in class_names(obj)
+    runs = isinstance(obj, Workflow) or is_agent(obj) or functional
     if not runs and not callable(getattr(obj, "build", None)):
         kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
         raise IntegrationError(

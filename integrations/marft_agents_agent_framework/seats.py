@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from marft_agents.recording import (
     TurnKind,
 )
 from marft_agents.recording.safety import Safety
+from marft_agents_agent_framework.following import settle
 
 SPEECH: ContextVar[Speech | None] = ContextVar("marft_speech", default=None)
 
@@ -38,6 +39,7 @@ class Binding:
     patches: Patches = field(default_factory=Patches)
 
     def release(self) -> None:
+        settle()
         self.patches.undo()
 
 
@@ -140,7 +142,8 @@ class Speech:
         try:
             yield
         finally:
-            SPEECH.reset(token)
+            with suppress(ValueError):  # closed from another context
+                SPEECH.reset(token)
 
     def begin_call(self) -> Call:
         call = Call(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agent_framework import FunctionTool, SupportsAgentRun, Workflow
+from agent_framework import FunctionTool, Workflow
 
 from marft_agents.recording import IntegrationError, TurnKind
 from marft_agents_agent_framework.client import (
@@ -26,9 +26,11 @@ from marft_agents_agent_framework.client import (
 )
 from marft_agents_agent_framework.observe import HANDOFF, know
 from marft_agents_agent_framework.parts import (
+    attributes,
     captured,
     class_names,
     held,
+    is_agent,
     is_agent_tool,
     is_function,
     is_part,
@@ -62,7 +64,7 @@ class Walk:
             obj = obj.func
         if isinstance(obj, Workflow):
             self._once(obj, lambda: self._workflow(obj, role))
-        elif isinstance(obj, SupportsAgentRun):
+        elif is_agent(obj):
             self._agent(obj, role)
         elif is_function(obj):
             self._once(obj, lambda: self._each(captured(obj), role))
@@ -111,7 +113,7 @@ class Walk:
     def _clients(self, holder: Any, role: Role) -> list[Seat]:
         """Put every chat client that ``holder`` has into a seat."""
         seats: list[Seat] = []
-        for name, value in list(vars(holder).items()):
+        for name, value in attributes(holder):
             if not is_client(value):
                 continue
             seat = seat_of(value)
