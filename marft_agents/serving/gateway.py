@@ -11,22 +11,20 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import anyio
 import httpx
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
-from starlette.types import Receive, Scope, Send
 
 from marft_agents.errors import MarftError
 from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.answers import HANDLERS, Relay, is_stream, parse_object
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
@@ -57,21 +55,6 @@ class GatewaySettings:
     logprobs_mode: str | None = LOGPROBS_MODE
     sampling_defaults: Mapping[str, Any] | None = field(default_factory=lambda: SAMPLING_DEFAULTS)
     max_body: int = MAX_BODY
-
-
-class _Relay(StreamingResponse):
-    """A streamed reply that always closes what it reads from, however it ends."""
-
-    def __init__(self, *args: Any, on_close: Callable[[], Any], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._on_close()
 
 
 class Gateway:
@@ -111,12 +94,7 @@ class Gateway:
             *self._recording_routes(),
             *control_routes(self.swapper, self.settings.operator_key),
         ]
-        handlers: dict[Any, Any] = {
-            Refusal: _answer_refusal,
-            HTTPException: _answer_http,
-            ClientDisconnect: _answer_gone,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+        app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
         app.router.redirect_slashes = False
         return app
 
@@ -163,7 +141,7 @@ class Gateway:
 
     async def _generate(self, request: Request) -> Response:
         require_api_key(request, self.settings.api_key)
-        body = _parse(await read_limited(request, self.settings.max_body))
+        body = parse_object(await read_limited(request, self.settings.max_body))
         body, watch = watched(self.recording, request, body, self.upstream.url + CHAT)
         try:
             return await self._answer(request, body, watch)
@@ -190,7 +168,7 @@ class Gateway:
             watch.begin(response.status_code, Headers(headers))
             headers |= watch.headers
             try:
-                if _is_stream(response):
+                if is_stream(response):
                     handed_over = True
                     return self._relay(response, route, str(asked), headers, watch)
                 content = await self.upstream.read(response, request)
@@ -286,32 +264,4 @@ class Gateway:
             await response.aclose()
 
         headers = headers | {"X-Accel-Buffering": "no"}
-        return _Relay(chunks(), response.status_code, headers, on_close=close)
-
-
-def _is_stream(response: httpx.Response) -> bool:
-    return response.headers.get("content-type", "").startswith("text/event-stream")
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        body: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, "the request body is no valid JSON") from error
-    if not isinstance(body, dict):
-        raise Refusal(400, "the request body is no JSON object")
-    return cast("dict[str, Any]", body)
-
-
-async def _answer_refusal(_: Request, error: Refusal) -> Response:
-    return error.response()
-
-
-async def _answer_http(request: Request, error: HTTPException) -> Response:
-    return Refusal(
-        error.status_code, f"{request.method} {request.url.path} is not served here"
-    ).response()
-
-
-async def _answer_gone(_: Request, __: ClientDisconnect) -> Response:
-    return Response(status_code=499)
+        return Relay(chunks(), response.status_code, headers, on_close=close)

@@ -1,0 +1,71 @@
+"""How the gateway answers: streams that are always closed, bodies that must be objects, errors.
+
+Invariant: whatever goes wrong is an answer in the wire format of OpenAI clients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import anyio
+import httpx
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from marft_agents.serving.refusals import Refusal
+
+
+class Relay(StreamingResponse):
+    """A streamed reply that always closes what it reads from, however it ends."""
+
+    def __init__(self, *args: Any, on_close: Callable[[], Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._on_close()
+
+
+def is_stream(response: httpx.Response) -> bool:
+    """Whether the engine answers with an event stream."""
+    return response.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body."""
+    try:
+        body: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "the request body is no valid JSON") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, "the request body is no JSON object")
+    return cast("dict[str, Any]", body)
+
+
+async def _answer_refusal(_: Request, error: Refusal) -> Response:
+    return error.response()
+
+
+async def _answer_http(request: Request, error: HTTPException) -> Response:
+    return Refusal(
+        error.status_code, f"{request.method} {request.url.path} is not served here"
+    ).response()
+
+
+async def _answer_gone(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=499)
+
+
+HANDLERS: dict[Any, Any] = {
+    Refusal: _answer_refusal,
+    HTTPException: _answer_http,
+    ClientDisconnect: _answer_gone,
+}
