@@ -70,8 +70,8 @@ def _shape(
 
 _PRIVATE_KEY = r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----"
 _TO_ITS_END = r"[^-]{0,20000}(?:-----END [A-Z0-9 ]{0,30}PRIVATE KEY(?: BLOCK)?-----)?"
-_PASSWORD_IN_URL = r"""://[^\s/?#@:"'<>\\]{0,128}:([^\s/?#"'<>\\]{1,256})@"""
-_TOKEN_IN_URL = r"""://([^\s/?#@:"'<>\\]{1,256})@"""
+_PASSWORD_IN_URL = r"""://[^\s/?#@:"'<>\[\\]{0,128}:([^\s/?#"'<>\\]{1,256})@"""
+_TOKEN_IN_URL = r"""://([^\s/?#@:"'<>\[\\]{1,256})@"""
 
 SHAPES = (
     _shape("anthropic-key", "sk-ant-", r"sk-ant-[A-Za-z0-9_-]{8,256}"),
@@ -83,7 +83,7 @@ SHAPES = (
     _shape("gitlab-token", "glpat-", r"glpat-[A-Za-z0-9_-]{16,255}"),
     _shape("slack-token", "xox", r"xox[abeoprs]-[A-Za-z0-9-]{10,255}", _digits),
     _shape("slack-token", "xapp-", r"xapp-[A-Za-z0-9-]{10,255}", _digits),
-    _shape("google-key", "AIza", r"AIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])"),
+    _shape("google-key", "AIza", r"AIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_])"),
     _shape("google-key", "ya29.|GOCSPX-", r"(?:ya29\.|GOCSPX-)[A-Za-z0-9_-]{20,512}"),
     _shape("huggingface-token", "hf_", r"hf_[A-Za-z0-9]{20,64}(?![A-Za-z0-9_])"),
     _shape("stripe-key", "sk_|rk_", r"[sr]k_(?:live|test)_[A-Za-z0-9]{10,255}"),
@@ -124,7 +124,7 @@ _CERTAIN = re.compile(
 _LIKELY = re.compile(r"(?:secret|token|credential|cookie)s?\Z", re.IGNORECASE)
 _LABELS = {"key": "api-key", "secret": "secret", "token": "token"}
 _PLACEHOLDER = re.compile(
-    r"[<\[{$%*]|(?:your|xxx|example|placeholder|change|dummy|none|null|redacted|insert|todo)"
+    r"[<\[{$%*]|(?:arn:|your|xxx|example|placeholder|change|dummy|none|null|redacted|insert|todo)"
     r"|(?:pass(?:word|wd)?|pwd|pw|secret|token|postgres|root|admin|user|string)\d?\Z"
     r"|(?:os|env|self|config|settings|args|process|cfg|opts|options)[._]",
     re.IGNORECASE,
@@ -135,7 +135,7 @@ _AFTER = re.compile(
     r"(?P<rest>(?i:(?:or)?d))?\\{0,3}[\"'`]?\s{0,4}(?::=|=>|[:=]|\bis\b|provided:)\s{0,4}"
     r"(?:(?:[Bb]earer|[Bb]asic|[Tt]oken)\s{1,4})?"
     r"(?:(?P<q>\\{0,3}[\"'`])(?P<quoted>[^\"'`\\\s]{1,512})(?P=q)"
-    r"|(?P<bare>[^\s\"'`<>,;&|(){}\[\]\\]{6,512})(?![(\[{]))"
+    r"|(?P<bare>[^\s\"'`<>,;&|(){}\[\]\\]{6,512}+)(?![(\[{]))"
 )
 
 
@@ -244,7 +244,10 @@ def _credible(value: str, group: str) -> bool:
     digits = _digits(value)
     letters = any(c.isalpha() for c in value)
     if group == "bare":
-        return digits > 0 and letters and not re.match(r"[A-Za-z_]\w*\.[A-Za-z_]", value)
+        code = re.match(r"[A-Za-z_]\w*(?:\.[A-Za-z_]|\Z)", value)
+        if code is not None and ("_" in value or "." in value):
+            return _looks_random(value)
+        return digits > 0 and letters
     return digits > 0 or len(value) >= 20 or any(c in "!#$%^&*+=~?" for c in value)
 
 
