@@ -253,6 +253,46 @@ def test_the_same_request_id_twice_is_two_turns(desk: RecordingStage) -> None:
     assert second.response_id == f"chatcmpl-trace-7#{second.turn_id}"
 
 
+DEEP: Any = json.loads("[" * 60 + "]" * 60)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"messages": None},
+        {"messages": "hello"},
+        {"messages": [1, None, "x", [], {}]},
+        {"messages": [{"role": 1, "content": {"a": DEEP}}]},
+        {"messages": [{"role": "user", "content": "\ud800 half a pair"}]},
+        {"messages": [{"role": "tool", "tool_call_id": 5, "content": None}, {"tool_calls": "x"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1, {"id": 2}, {"function": 3}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}, None]}]},
+        {"messages": HELLO, "n": 0},
+        {"messages": HELLO, "n": True},
+        {"messages": HELLO, "user": "marft:0123"},
+        {"messages": HELLO, "stop": [None, 1], "temperature": "hot", "seed": 1e400},
+        {"messages": HELLO, "logprobs": "yes", "return_token_ids": 0},
+        {"messages": HELLO, "stream": "yes", "stream_options": 5},
+    ],
+    ids=range(14),
+)
+def test_odd_requests_pass_as_they_would(quiet_desk: RecordingStage, odd: dict[str, Any]) -> None:
+    content = json.dumps({"model": "router"} | odd)
+    answers = [
+        quiet_desk.stage.http.post(
+            f"{quiet_desk.stage.url}{path}", content=content, headers={"X-Request-Id": "r"}
+        )
+        for path in (CHAT, f"/episodes/odd/agents/router{CHAT}")
+    ]
+    assert answers[0].content == answers[1].content
+    assert answers[0].status_code == answers[1].status_code == 200
+    plain, recorded = quiet_desk.stage.engine.seen[-2:]
+    own = ("return_token_ids", "logprobs")
+    kept = [{k: v for k, v in seen.body.items() if k not in own} for seen in (plain, recorded)]
+    assert kept[0] == kept[1]
+    assert len(quiet_desk.turns) == 1
+
+
 # -- errors, retries, clients that leave -------------------------------------------------------
 
 
