@@ -168,7 +168,7 @@ def _made(data: TrainingSet, turn: Turn, k: int, text: TextRenderer | None) -> T
     if reason is None:
         return _row(turn, number, k)
     complete = turn.prompt_token_ids and turn.token_ids and turn.logprobs is not None
-    if text is None or complete:
+    if text is None or complete or turn.redacted:  # its text holds masks that nobody said
         return reason
     known = turn.prompt_token_ids or [0], turn.token_ids or [0]
     other = _with_ids(turn, *known).untrainable_reason

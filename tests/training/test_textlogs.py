@@ -101,6 +101,7 @@ def test_ids_without_log_probabilities_are_enough_to_imitate(kit: Kit) -> None:
         ({"cached": True}, "answered from a cache"),
         ({"edited_text": "better"}, "edited by a human"),
         ({"complete": False}, "not all of its tokens arrived"),
+        ({"redacted": True}, "redacted: its token ids spelled out what was removed"),
         ({"sampling": Sampling(grammar=True)}, "sampled under a grammar"),
         ({"kind": "select"}, "not an action of the agent (kind select)"),
         ({"error": "400"}, "the call failed"),
