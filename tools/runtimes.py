@@ -40,6 +40,7 @@ CLASSIC = ("tests/runtimes/classic",)
 AGENT_FRAMEWORK = ("tests/runtimes/agent_framework",)
 AG2 = ("tests/runtimes/ag2",)
 OPENAI_AGENTS = ("tests/runtimes/openai_agents",)
+INSPECT_AI = ("tests/runtimes/inspect_ai",)
 
 RUNTIMES: dict[str, Runtime] = {
     # The SDK changed its HTTP client at 3.0; the recorder works on both sides.
@@ -83,6 +84,8 @@ RUNTIMES: dict[str, Runtime] = {
         ("integrations/marft_agents_openai_agents", *OPENAI_AGENTS),
     ),
     "openai-agents-oldest": Runtime(("openai-agents==0.2.11",), OPENAI_AGENTS),
+    # No runtime: reads what the log is exported to.
+    "inspect-ai": Runtime(("inspect-ai==0.3.285",), INSPECT_AI, INSPECT_AI),
 }
 BENCHMARKS: dict[str, Runtime] = {
     "bench-recorder": Runtime(

@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,30 @@ _HEAD = """\
 
 def page(name: str) -> str:
     """The whole text of ``docs/NAME.md``."""
-    context = click.Context(cli, info_name="marft-agents", terminal_width=88, max_content_width=88)
+    context = _context(cli, "marft-agents")
     command = cli.get_command(context, name)
     assert command is not None, name
-    inner = click.Context(
-        command, info_name=name, parent=context, terminal_width=88, max_content_width=88
-    )
     intro = (DOCS / "intro" / f"{name}.md").read_text(encoding="utf-8").strip()
-    return (
-        f"# marft-agents {name}\n\n{intro}\n\n## Help\n\n```text\n{command.get_help(inner)}\n```\n"
+    help_text = "\n\n".join(_helps(command, _context(command, name, context)))
+    return f"# marft-agents {name}\n\n{intro}\n\n## Help\n\n{help_text}\n"
+
+
+def _helps(command: click.Command, context: click.Context) -> Iterator[str]:
+    """The help of a command, then that of each command in it."""
+    yield f"```text\n{command.get_help(context)}\n```"
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None, name
+            yield f"### {name}"
+            yield from _helps(inner, _context(inner, name, context))
+
+
+def _context(
+    command: click.Command, name: str, parent: click.Context | None = None
+) -> click.Context:
+    return click.Context(
+        command, info_name=name, parent=parent, terminal_width=88, max_content_width=88
     )
 
 
