@@ -10,6 +10,7 @@ import click
 from marft_agents.cli._text import say
 from marft_agents.errors import LogError
 from marft_agents.log.importing import FORMATS, import_log
+from marft_agents.recording.redact import Redactor
 
 _SHOWN = 10
 
@@ -40,7 +41,7 @@ def command(file: Path, format: str | None, output: Path, reward: float | None) 
         raise click.BadParameter("must be a finite number", param_hint="--reward")
     if not file.exists():
         raise LogError(f"{file} does not exist")
-    done = import_log(file, output, format=format, reward=reward)
+    done = import_log(file, output, format=format, reward=reward, prepare=Redactor())
     for bad in done.bad[:_SHOWN]:
         say(f"left out: {' '.join(bad.split())}")
     if done.bad_count > _SHOWN:

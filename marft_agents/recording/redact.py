@@ -115,7 +115,7 @@ class Redactor:
 
     def __call__(self, event: Event) -> Event | None:
         """The event to write; ``None``: the user's function dropped it."""
-        before, self._labels = event, []
+        self._labels = []
         updates: JsonDict = {}
         changed: set[str] = set()
         for name, value in event:
@@ -139,7 +139,7 @@ class Redactor:
             changed |= _differing(event, new)
             event = new
         if isinstance(event, Turn):
-            return self._without_ids(event, before, changed)
+            return self._without_ids(event, changed)
         return event
 
     def _walk(self, value: Any) -> Any:
@@ -236,12 +236,13 @@ class Redactor:
         data = text.encode("utf-8", "replace")
         return f"[hash:{hmac.new(self._salt, data, hashlib.sha256).hexdigest()[:24]}]"
 
-    def _without_ids(self, turn: Turn, before: Event, changed: set[str]) -> Turn:
-        prompt = "messages" in changed and getattr(before, "prompt_token_ids", None) is not None
-        reply = not changed.isdisjoint(_REPLY) and getattr(before, "token_ids", None) is not None
-        if self._plan.keep_ids or not (prompt or reply):
+    def _without_ids(self, turn: Turn, changed: set[str]) -> Turn:
+        prompt, reply = "messages" in changed, not changed.isdisjoint(_REPLY)
+        if not (prompt or reply):
             return turn
         updates: JsonDict = {"redacted": True}
+        if self._plan.keep_ids:
+            return turn.model_copy(update=updates)
         if prompt:
             updates["prompt_token_ids"] = None
         if reply:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from marft_agents.cli.logs_import import command
 from marft_agents.errors import ConfigError
+from marft_agents.log import LogReader
 from marft_agents.recording import redact
 from marft_agents.recording.clean import Payload, jsonable
 from marft_agents.recording.redact import Redact, Redaction, Redactor
@@ -194,6 +199,9 @@ def test_hashed_fields_stay_comparable_and_tell_nothing() -> None:
 def test_keep_ids_keeps_them() -> None:
     out = redacted(turn(text=KEY), Redaction(keep_ids=True))
     assert out.text == MASKED and out.token_ids == [3] and out.trainable
+    assert out.redacted, "who learns from text is told that it holds masks"
+    without = redacted(turn(text=KEY, token_ids=None, logprobs=None))
+    assert without.redacted, "also where there were no ids to lose"
 
 
 def _shout(event: dict[str, Any]) -> dict[str, Any]:
@@ -313,3 +321,17 @@ def test_a_repeated_history_is_looked_through_once(monkeypatch: pytest.MonkeyPat
     for number in range(3):
         redactor(turn(prompt="long history " * 50 + "x" * 300, text=f"a reply of its own {number}"))
     assert len([text for text in seen if text.startswith("long")]) == 1
+
+
+def test_what_is_imported_is_masked_too(tmp_path: Path) -> None:
+    chat = tmp_path / "chats.jsonl"
+    said = [
+        {"role": "user", "content": "my key?"},
+        {"role": "assistant", "content": f"It is {KEY}"},
+    ]
+    chat.write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+    logs = tmp_path / "logs"
+    done = CliRunner().invoke(command, [str(chat), "--output", str(logs)])
+    assert done.exit_code == 0, done.output
+    (episode,) = LogReader(logs).episodes()
+    assert episode.turns[0].text == f"It is {MASKED}" and episode.turns[0].redacted

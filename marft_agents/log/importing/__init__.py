@@ -10,7 +10,7 @@ content.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from marft_agents.log.importing.chats import Made, openai_chats, sharegpt_chats
 from marft_agents.log.importing.detect import detect
 from marft_agents.log.importing.draft import Draft
 from marft_agents.log.whole import whole_file
-from marft_agents.schema import Turn
+from marft_agents.schema import Event, Turn
 
 Reading = Callable[[Path, str, datetime], Iterator[Made]]
 FORMATS: Mapping[str, Reading] = {
@@ -52,9 +52,16 @@ class Imported:
 
 
 def import_log(
-    source: Path, output: Path, *, format: str | None = None, reward: float | None = None
+    source: Path,
+    output: Path,
+    *,
+    format: str | None = None,
+    reward: float | None = None,
+    prepare: Callable[[Event], Event | None] | None = None,
 ) -> Imported:
     """Read ``source`` and write a segment into the folder ``output``.
+
+    ``prepare`` makes of each event the one to write (``None``: none), as redaction does.
 
     Raises:
         LogError: the format is not known or not that of the file, nothing in it can be read, or it
@@ -73,7 +80,7 @@ def import_log(
     with whole_file(done.path) as file:
         for made in FORMATS[name](source, f"{name}-{digest}", begin):
             if isinstance(made, Draft):
-                _write(made, file, done, reward)
+                _write(made.events(reward), file, done, prepare)
             else:
                 done.bad_count += 1
                 if len(done.bad) < _KEPT:
@@ -84,9 +91,17 @@ def import_log(
     return done
 
 
-def _write(draft: Draft, file: BinaryIO, done: Imported, reward: float | None) -> None:
-    for event in draft.events(reward):
-        file.write(encode_line(event))
+def _write(
+    events: Iterable[Event],
+    file: BinaryIO,
+    done: Imported,
+    prepare: Callable[[Event], Event | None] | None,
+) -> None:
+    for event in events:
+        ready = prepare(event) if prepare else event
+        if ready is None:
+            continue
+        file.write(encode_line(ready))
         if isinstance(event, Turn):
             done.agents[event.agent] = done.agents.get(event.agent, 0) + 1
     done.episodes += 1
