@@ -17,10 +17,9 @@ import uvicorn
 from marft_agents.errors import ConfigError, EngineError, MarftError
 from marft_agents.recording import MarftRecorder
 from marft_agents.serving.aliases import Aliases
+from marft_agents.serving.announced import announced_mode, announced_sampling
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import (
-    LOGPROBS_MODE,
-    SAMPLING_DEFAULTS,
     EngineCommand,
     find_vllm,
     local_command,
@@ -182,12 +181,12 @@ def _recording(settings: ServeSettings) -> Recording | None:
 
 
 def _gateway_settings(settings: ServeSettings, operator_key: str) -> GatewaySettings:
-    started_here = settings.server is None
+    started_here, args = settings.server is None, settings.engine_args
     return GatewaySettings(
         operator_key=operator_key,
         api_key=settings.api_key,
-        logprobs_mode=LOGPROBS_MODE if started_here else settings.logprobs_mode,
-        sampling_defaults=SAMPLING_DEFAULTS if started_here else None,
+        logprobs_mode=announced_mode(args) if started_here else settings.logprobs_mode,
+        sampling_defaults=announced_sampling(args) if started_here else None,
     )
 
 

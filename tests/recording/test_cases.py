@@ -119,7 +119,8 @@ def test_case_06_a_reply_without_ids_is_said_once_and_is_untrainable(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     body = case("06-client-config.json")["response_without_ids"]
-    with recording([Reply(body=body)] * 2) as (server, recorder, log):
+    script = [Reply(body=body), Reply(body=body | {"id": "chatcmpl-another"})]
+    with recording(script) as (server, recorder, log):
         recorder.attach_client(client := sdk(server), "planner")
         with recorder.episode(), caplog.at_level(logging.WARNING):
             ask(client)
