@@ -230,7 +230,7 @@ def _reflection(agent: Any, seat: Seat, original: Any) -> Callable[..., Any]:
     """A summary is asked for by one agent and written by the client of another."""
 
     def _reflection_with_llm(*args: Any, **kwargs: Any) -> Any:
-        writer = kwargs.get("llm_agent", args[2] if len(args) > 2 else None)
+        writer: Any = kwargs.get("llm_agent", args[2] if len(args) > 2 else None)
         if getattr(writer, "client", None) is None:
             writer = agent
         token = KIND.set(("summary", str(writer.name)))

@@ -21,7 +21,9 @@ def _quiet_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOGEN_USE_DOCKER", "0")
     without_token_counting(monkeypatch)
-    # Reading the certificates for each of the clients that a selection makes takes most of the time.
-    monkeypatch.setattr(
-        ssl, "create_default_context", lambda **_: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    )
+    # Each selection makes a client, and reading its certificates would take most of the time.
+    monkeypatch.setattr(ssl, "create_default_context", _no_certificates)
+
+
+def _no_certificates(**_options: object) -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from marft_agents import MarftRecorder
+from marft_agents.schema import EpisodeEnded
+from marft_agents.testing import InMemoryLog, Script, ScriptedServer
 
 with warnings.catch_warnings():  # old versions warn of themselves and of what they are built on
     warnings.simplefilter("ignore")
@@ -24,6 +29,8 @@ with warnings.catch_warnings():  # old versions warn of themselves and of what t
 VERSION: str = getattr(autogen, "__version__", "0.2")
 OLD = not hasattr(autogen, "LLMConfig")
 """AutoGen 0.2: no threads, no patterns, another place for ``stream``."""
+STREAMS = not VERSION.startswith("0.9")
+"""AutoGen 0.9 refuses ``stream`` in every part of its config."""
 
 
 def needs(module: str) -> pytest.MarkDecorator:
@@ -39,8 +46,11 @@ def without_token_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older versions count streamed tokens with tables that they fetch over the network."""
     from autogen.oai import client
 
+    def seven(*_args: Any, **_kwargs: Any) -> int:
+        return 7
+
     if hasattr(client, "count_token"):
-        monkeypatch.setattr(client, "count_token", lambda *_args, **_kwargs: 7)
+        monkeypatch.setattr(client, "count_token", seven)
 
 
 def config(model: str, url: str, *, stream: bool = False, **options: Any) -> dict[str, Any]:
@@ -49,7 +59,7 @@ def config(model: str, url: str, *, stream: bool = False, **options: Any) -> dic
     entry["price"] = [0, 0]  # no warning for each unknown model
     entry |= options.pop("entry", {})
     given: dict[str, Any] = {"cache_seed": None, **options}
-    if stream:
+    if stream and STREAMS:
         (given if OLD else entry)["stream"] = True
     return {"config_list": [entry], **given}
 
@@ -89,6 +99,25 @@ def said(result: Any) -> list[tuple[str, str, str]]:
     ] + [("summary", "", str(result.summary))]
 
 
+@contextmanager
+def recording(
+    script: Script = None, **options: Any
+) -> Generator[tuple[ScriptedServer, MarftRecorder, InMemoryLog]]:
+    """A scripted server and a recorder on it, whose log is whole afterwards."""
+    log = InMemoryLog()
+    with ScriptedServer(script) as server, MarftRecorder(log=log, **options) as recorder:
+        yield server, recorder, log
+
+
+def told(log: InMemoryLog) -> list[tuple[str, str]]:
+    """(kind, agent) of each turn, in order."""
+    return [(t.kind, t.agent) for t in log.turns]
+
+
+def endings(log: InMemoryLog) -> list[tuple[str, str | None]]:
+    return [(e.reason, e.detail) for e in log.of(EpisodeEnded)]
+
+
 def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """Those of ``options`` that this version's ``function`` knows."""
     known = inspect.signature(function).parameters
@@ -97,14 +126,18 @@ def accepted(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
 
 __all__ = [
     "OLD",
+    "STREAMS",
     "VERSION",
     "ConversableAgent",
     "accepted",
     "assistant",
     "config",
+    "endings",
     "group",
     "needs",
+    "recording",
     "said",
+    "told",
     "user",
     "without_token_counting",
 ]
