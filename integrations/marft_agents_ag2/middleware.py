@@ -22,12 +22,14 @@ _ROUTING = "ag2.network.handoff"
 class RecordingMiddleware:
     """The factory that an agent holds; makes one ``_Recording`` a turn."""
 
-    def __init__(self, binding: Binding, agent: str) -> None:
+    def __init__(self, binding: Binding, agent: str, delegations: frozenset[str]) -> None:
         self.binding = binding
         self.agent = agent
+        self.delegations = delegations
+        """Names of tools that are no environment: agents behind them."""
 
     def __call__(self, event: Any, context: Any) -> BaseMiddleware:
-        return _Recording(event, context, self.binding, self.agent)
+        return _Recording(event, context, self)
 
     def __reduce__(self) -> Any:
         """A copy of a recorded agent is not recorded."""
@@ -40,10 +42,11 @@ def _nothing() -> type[BaseMiddleware]:
 
 
 class _Recording(BaseMiddleware):
-    def __init__(self, event: Any, context: Any, binding: Binding, agent: str) -> None:
+    def __init__(self, event: Any, context: Any, owner: RecordingMiddleware) -> None:
         super().__init__(event, context)
-        self._binding = binding
-        self._agent = agent
+        self._binding = owner.binding
+        self._agent = owner.agent
+        self._delegations = owner.delegations
         self._turn: Turn | None = None
 
     @property
@@ -89,7 +92,7 @@ class _Recording(BaseMiddleware):
         turn = self._going()
         if turn is None:
             return await call_next(event, context)
-        tool, result, problem = Tool(turn), None, None
+        tool, result, problem = Tool(turn, event.name in self._delegations), None, None
         token = TOOL.set(tool)
         try:
             result = await call_next(event, context)

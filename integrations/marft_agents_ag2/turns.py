@@ -48,6 +48,11 @@ class Turn:
     tool_turns: dict[str, str] = field(default_factory=dict[str, str])
     """Tool name → the model turn that called it."""
     over: bool = False
+    root: Turn | None = None
+    """For a turn inside another one: the outermost."""
+    inside: int = 0
+    """Turns inside this one that go on; one in the background may outlast it."""
+    left: tuple[Any, BaseException | None] | None = None
 
     @property
     def open(self) -> bool:
@@ -94,11 +99,27 @@ class Turn:
         if not self.binding.open:
             return
         with self.binding.recorder.core.safety.guard("end a turn"):
-            if self.channel is None and self.parent_agent is None:
-                self._end(response, error)
-            elif self.channel is not None and self.last is not None:
+            if self.root is not None:
+                self.root.one_less()
+            elif self.channel is None:
+                self.left = (response, error)
+                self._end_when_alone()
+            elif self.last is not None:
                 text = getattr(response, "content", None)
                 self.channel.spoke(dependencies, self.last, self.tool_turns, text)
+
+    def one_less(self) -> None:
+        """A turn inside this one is over."""
+        with self.episode.lock:
+            self.inside -= 1
+            alone = self.inside == 0
+        if alone:
+            self._end_when_alone()
+
+    def _end_when_alone(self) -> None:
+        if self.left is not None and self.inside == 0:
+            left, self.left = self.left, None
+            self._end(*left)
 
     def _end(self, response: Any, error: BaseException | None) -> None:
         reason: EndReason = "terminated"
@@ -120,8 +141,12 @@ def begin_turn(binding: Binding, agent: str, event: Any, dependencies: Mapping[A
     if parent is not None and parent.open and parent.binding.recorder is recorder:
         if (tool := TOOL.get()) is not None:
             tool.ran_agent = True
-        episode = recorder.current() or parent.episode
-        return Turn(binding, agent, episode, parent_agent=parent.agent, parent_turn=parent.last)
+        turn = Turn(binding, agent, recorder.current() or parent.episode)
+        turn.parent_agent, turn.parent_turn = parent.agent, parent.last
+        turn.root = parent.root or parent
+        with turn.root.episode.lock:
+            turn.root.inside += 1
+        return turn
     channel = _channel(binding, dependencies)
     if channel is not None:
         turn = Turn(binding, agent, channel.join(request_text(event)), channel=channel)

@@ -65,7 +65,7 @@ def record_agent(agent: Any, binding: Binding) -> None:
     """Put the recorder's middleware before all others of ``agent``, unless it is there."""
     if _ours(agent):
         return
-    ours = RecordingMiddleware(binding, str(agent.name))
+    ours = RecordingMiddleware(binding, str(agent.name), _delegations(agent))
     agent.insert_middleware(ours)
     held = agent._middleware
     binding.undo.append(lambda: held.remove(ours) if ours in held else None)
@@ -77,6 +77,12 @@ def record_agent(agent: Any, binding: Binding) -> None:
     for strategy in _strategies(agent):
         config = RecordingConfig(strategy._config, _summary)
         binding.patches.set(strategy, "_config", config)
+
+
+def _delegations(agent: Any) -> frozenset[str]:
+    """Names of tools behind which an agent is."""
+    tools = [tool for tool in agent.tools if isinstance(_agent_behind(tool), Agent)]
+    return frozenset(str(getattr(tool, "name", "")) for tool in tools)
 
 
 def _subtask(turn: Turn) -> Call:

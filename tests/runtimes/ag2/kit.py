@@ -85,25 +85,30 @@ async def open_hub() -> net.Hub:
 
 
 class Ended:
-    """Listens to a hub until one channel has ended or a turn in it has failed."""
+    """Listens to a hub until a channel has ended or a turn in it has failed."""
 
     def __init__(self, hub: net.Hub) -> None:
         self._hub = hub
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._done: dict[str, asyncio.Future[None]] = {}
         hub.register_listener(self)  # pyright: ignore[reportArgumentType] the methods it needs
 
+    def _future(self, channel_id: str) -> asyncio.Future[None]:
+        if channel_id not in self._done:
+            self._done[channel_id] = asyncio.get_running_loop().create_future()
+        return self._done[channel_id]
+
     async def on_channel_event(self, channel_id: str, kind: str, payload: Any) -> None:
-        if kind in ("closed", "expired") and not self._done.done():
-            self._done.set_result(None)
+        if kind in ("closed", "expired"):
+            self._future(channel_id).set_result(None)
 
-    async def on_turn_failed(self, *args: Any, **kwargs: Any) -> None:
-        problem = next((a for a in args if isinstance(a, BaseException)), RuntimeError(args))
-        if not self._done.done():
-            self._done.set_exception(problem)
+    async def on_turn_failed(
+        self, channel_id: str, agent_id: str, envelope_id: str, exc: BaseException
+    ) -> None:
+        self._future(channel_id).set_exception(exc)
 
-    async def wait(self) -> None:
+    async def wait(self, channel_id: str) -> None:
         try:
-            await asyncio.wait_for(self._done, 20)
+            await asyncio.wait_for(self._future(channel_id), 20)
         finally:
             self._hub.unregister_listener(self)  # pyright: ignore[reportArgumentType] as above
 
@@ -115,7 +120,7 @@ async def on_channel(
     names, ended = [m.agent.name for m in members[1:]], Ended(hub)
     channel = await members[0].open(type="workflow", target=names, knobs={"graph": graph.to_dict()})
     await channel.send(task, audience=[members[1].agent_id])
-    await ended.wait()
+    await ended.wait(channel.channel_id)
     wal = await hub.read_wal(channel.channel_id)
     ids = {m.agent_id: m.agent.name for m in members}
     return [
