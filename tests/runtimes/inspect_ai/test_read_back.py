@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inspect_ai.event import ModelEvent, ToolEvent
-from inspect_ai.log import read_eval_log, read_eval_log_samples
+from inspect_ai.log import read_eval_log, read_eval_log_sample
 
 from marft_agents.log import LogReader
 from marft_agents.log.encode import encode_line
@@ -36,10 +36,10 @@ def test_inspect_reads_samples_scores_calls_and_tokens(tmp_path: Path) -> None:
     assert (tool.function, tool.result) == ("add", "3")
 
 
-def test_inspect_reads_the_header_and_the_samples_one_by_one(tmp_path: Path) -> None:
+def test_inspect_reads_the_header_and_one_sample(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"".join(map(encode_line, EVENTS)))
     export_log(LogReader(tmp_path / "a.jsonl"), "inspect", tmp_path / "eval.json")
     header = read_eval_log(str(tmp_path / "eval.json"), header_only=True)
     assert header.samples is None and header.eval.task == "marft_agents"
-    samples = read_eval_log_samples(str(tmp_path / "eval.json"), all_samples_required=False)
-    assert [sample.id for sample in samples] == ["e", "bare"]
+    sample = read_eval_log_sample(str(tmp_path / "eval.json"), id="bare", epoch=1)
+    assert (sample.id, len(sample.events)) == ("bare", 3)
