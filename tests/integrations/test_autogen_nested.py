@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
-from autogen_agentchat.conditions import MaxMessageTermination
+from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, ToolEvent, Turn
@@ -148,6 +148,37 @@ async def test_a_team_in_a_team_passes_a_selection_on() -> None:
     assert {t.parent_agent for t in (inside, planner, again, coder)} == {"inner"}
     assert {t.parent_agent for t in (first, second, critic)} == {None}
     assert {planner.turn_id, coder.turn_id} <= set(critic.depends_on)
+
+
+def _critic_next(thread: Any) -> str | None:
+    return "critic" if len(thread) > 1 else None
+
+
+@TEAM_IN_TEAM
+async def test_a_selection_of_a_team_ends_with_its_run() -> None:
+    with recording(script(boss="inner")) as (server, recorder, log):
+        inner = team(
+            agent("planner", server.url), agent("coder", server.url), turns=2, name="inner"
+        )
+        outer: list[Any] = [inner, agent("critic", server.url)]
+        boss = model("boss", server.url)
+        group = SelectorGroupChat(outer, boss, max_turns=2, selector_func=_critic_next)
+        await recorder.wrap(group).run(task="go")
+    select, *others = log.turns
+    assert [(t.agent, t.selected_by) for t in others] == [
+        ("planner", select.turn_id),
+        ("coder", None),
+        ("critic", None),
+    ]
+
+
+async def test_a_limit_of_an_inner_team_is_no_cut_of_the_episode() -> None:
+    with recording(script(som="all of it, TERMINATE")) as (server, recorder, log):
+        som = SocietyOfMindAgent("som", round_robin(server.url, turns=3), model("som", server.url))
+        stop = TextMentionTermination("TERMINATE")
+        await recorder.wrap(team(som, termination_condition=stop)).run(task="go")
+    (end,) = log.of(EpisodeEnded)
+    assert (end.reason, end.detail) == ("terminated", "Text 'TERMINATE' mentioned")
 
 
 @TEAM_IN_TEAM
