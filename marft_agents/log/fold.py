@@ -9,6 +9,7 @@ other agents saw, and are never trained on.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from typing import NamedTuple
 
 from marft_agents.schema import (
@@ -32,9 +33,9 @@ class Folded(NamedTuple):
 
 
 def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
-    """Fold (event, file) pairs, in the order of their appearance.
+    """Fold (event, file) pairs; their order decides only between events of the same time.
 
-    The first ``episode_started`` counts, and the ``episode_ended`` with the latest time.
+    The earliest ``episode_started`` counts, and the latest ``episode_ended``.
     """
     turns: list[Turn] = []
     tools: list[ToolEvent] = []
@@ -58,7 +59,7 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
             case EditEvent():
                 edits.append(event)
             case EpisodeStarted():
-                started = started or event
+                started = event if started is None or event.time < started.time else started
             case EpisodeEnded():
                 ended = event if ended is None or event.time >= ended.time else ended
     kept, same_as = without_duplicates(turns)
@@ -66,8 +67,8 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
         episode_id=episode_id,
         started=started,
         turns=_edited([with_known_turns(turn, same_as) for turn in kept], edits, same_as),
-        tools=tools,
-        humans=humans,
+        tools=sorted(tools, key=_place),
+        humans=sorted(humans, key=_place),
         rewards=[with_known_turn(reward, same_as) for reward in rewards],
         ended=ended,
         sources=list(sources),
@@ -75,12 +76,16 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
     return Folded(episode, len(turns) - len(kept))
 
 
+def _place(event: Turn | ToolEvent | HumanEvent) -> tuple[int, datetime]:
+    return event.index, event.time
+
+
 def without_duplicates(turns: Iterable[Turn]) -> tuple[list[Turn], dict[str, str]]:
     """The turns by (index, time) without repetitions; for each id that went the one that stayed."""
     first: dict[tuple[str, int], Turn] = {}
     kept: list[Turn] = []
     same_as: dict[str, str] = {}
-    for turn in sorted(turns, key=lambda turn: (turn.index, turn.time)):
+    for turn in sorted(turns, key=_place):
         if turn.response_id is None or turn.cached:
             kept.append(turn)
             continue
@@ -110,6 +115,8 @@ def _edited(turns: list[Turn], edits: list[EditEvent], same_as: dict[str, str]) 
 
 def with_known_turns(turn: Turn, same_as: dict[str, str]) -> Turn:
     """The turn naming the turns that stayed in place of those that went."""
+    if not same_as:
+        return turn
     named = {turn.selected_by, turn.parent_turn, *turn.depends_on}
     if same_as.keys().isdisjoint(named):
         return turn

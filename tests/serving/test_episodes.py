@@ -269,31 +269,39 @@ def _read(logs: Path, name: str) -> Episode:
     return LogReader(logs).episode(name)
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+def _call(name: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def _seen(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": f"seen by {name}"}
 
 
 def test_an_episode_goes_on_after_a_restart(house: House, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
+    first = {"content": "the first answer"}
     with _restart(house, logs) as desk:
         desk.post("/episodes", {"id": "e1", "task": "a task"})
-        desk.stage.engine.replies = [{"content": "the first answer"}, {"tool_calls": [CALL]}]
+        desk.stage.engine.replies = [first, {"tool_calls": [_call("c1")]}]
+        desk.stage.engine.replies += [{"tool_calls": [_call("c2")]}]
         desk.ask(headers={"X-Request-Id": "r"})
         desk.ask("writer")
+        desk.ask("writer", messages=[_seen("c1")])
     with _restart(house, logs) as desk:
-        assert len(desk.get("/episodes/e1").json()["turns"]) == 2
+        assert len(desk.get("/episodes/e1").json()["turns"]) == 3
         quote = {"role": "user", "content": "the first answer"}
-        tool = {"role": "tool", "tool_call_id": "c1", "content": "seen"}
-        desk.ask(messages=[quote, tool], headers={"X-Request-Id": "r"})
+        prompt = [quote, _seen("c1"), _seen("c2")]
+        desk.ask(messages=prompt, headers={"X-Request-Id": "r"})
         assert desk.post("/episodes/e1/end", {}).status_code == 200
     with _restart(house, logs) as desk:
         assert desk.post("/episodes/e1/end", {}).status_code == 200  # the answer was lost
         assert "X-Marft-Recorded" in desk.ask().headers
     episode = _read(logs, "e1")
     assert episode.task == "a task"
-    assert [t.index for t in episode.turns] == [0, 1, 2]
-    assert [t.step for t in episode.turns] == [0, 0, 1]
-    assert episode.turns[2].depends_on == [t.turn_id for t in episode.turns[:2]]
-    assert [t.result for t in episode.tools] == ["seen"]
+    assert [t.index for t in episode.turns] == [0, 1, 2, 3]
+    assert [t.step for t in episode.turns] == [0, 0, 1, 2]
+    assert episode.turns[3].depends_on == [t.turn_id for t in episode.turns[:3]]
+    assert [t.result for t in episode.tools] == ["seen by c1", "seen by c2"]
     assert episode.ended is not None and episode.ended.reason == "terminated"
     lines = [json.loads(x) for f in logs.glob("*.jsonl") for x in f.read_text().splitlines()]
     kinds = [line["type"] for line in lines]

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
 from marft_agents.log import LogReader, LogWriter
 from marft_agents.recording import MarftRecorder
-from marft_agents.testing import BrokenLog
+from marft_agents.serving.recording import Recording, watched
+from marft_agents.testing import BrokenLog, InMemoryLog
 from tests.serving.conftest import furnished
 from tests.serving.recording_kit import CHAT, HELLO, RecordingStage, recording_stage
 from tests.serving.stage import House, running_stage
@@ -207,6 +209,25 @@ def test_recorded_streams_arrive_chunk_by_chunk(desk: RecordingStage) -> None:
                     gate.release()
     assert seen == ["", "w0 ", "w1 ", "w2 ", "w3 "]
     assert desk.wait_for_turns(1)[0].complete
+
+
+def test_a_streamed_turn_is_logged_before_the_client_has_its_last_chunk() -> None:
+    recorder = MarftRecorder(log=InMemoryLog(), inject="always")
+    recording = Recording(recorder)
+    path = {"episode": "e1", "agent": "a"}
+    scope = {"type": "http", "path": CHAT, "headers": [], "path_params": path}
+    body: dict[str, Any] = {"model": "a", "messages": HELLO, "stream": True}
+    _, watch = watched(recording, Request(scope), body, f"http://engine{CHAT}")
+    watch.outgoing(body)
+    watch.begin(200, {"content-type": "text/event-stream"})
+    choice = {"index": 0, "delta": {"content": "data: [DONE]"}, "finish_reason": "stop"}
+    watch.feed(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+    episode = recording.episodes.get("e1")
+    assert episode is not None and episode.turns == []
+    watch.feed(b"data: [DONE]\n\n")
+    assert len(episode.turns) == 1 and episode.in_flight == 0
+    watch.over("too late")
+    assert len(episode.turns) == 1 and episode.in_flight == 0
 
 
 def test_prompts_are_linked_to_what_they_quote(desk: RecordingStage) -> None:
