@@ -1,8 +1,9 @@
 """The app that ``test_kill.py`` kills: recorded turns over HTTP, acknowledged line by line.
 
-``python -m tests.log.killing`` is a server of such apps: it forks one for each line ``FOLDER NUMBER
-DELAY`` on its input, kills it with SIGKILL after ``DELAY`` seconds, and answers with one JSON line.
-Forking spares the interpreter's start, so that hundreds of kills take seconds.
+``python -m tests.log.killing URL`` is a server of such apps: it forks one for each line ``FOLDER
+NUMBER DELAY`` on its input, kills it with SIGKILL after ``DELAY`` seconds (0: once it has
+acknowledged three times), and answers with one JSON line. Forking spares the interpreter's start,
+so that hundreds of kills take seconds.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ def kill_one(url: str, folder: Path, number: int, delay: float) -> list[list[str
         finally:
             os._exit(1)
     os.close(write_end)
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
     with os.fdopen(read_end, "rb") as pipe:
-        lines = pipe.read().splitlines(keepends=True)
+        lines = [pipe.readline() for _ in range(0 if delay else 3)]
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        lines += pipe.read().splitlines(keepends=True)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), f"the app ended by itself: {status}"
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
@@ -63,6 +65,8 @@ def kill_one(url: str, folder: Path, number: int, delay: float) -> list[list[str
 
 def main() -> None:
     url = sys.argv[1]
+    with openai.OpenAI(base_url=url, api_key="sk-test") as client:  # imports what calls need
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     for line in sys.stdin:
         folder, number, delay = line.split()
         said: Any = kill_one(url, Path(folder), int(number), float(delay))
