@@ -38,12 +38,16 @@ class Binding:
         self, episode: LiveEpisode, reason: EndReason, detail: str | None, result: Any = None
     ) -> None:
         """End an episode that was opened for what this binding records."""
-        if reason == "truncated" and self.end == "terminated":
-            reason = "terminated"
         if reason != "failed" and self.on_end is not None and self.open:
             with self.recorder.core.safety.guard("call on_end"):
                 self.on_end(EpisodeHandle(episode), result)
-        episode.report(reason, detail)
+        self.report(episode, reason, detail)
         if reason == "failed":
             episode.decide(reason, detail)
         episode.end()
+
+    def report(self, episode: LiveEpisode, reason: EndReason, detail: str | None) -> None:
+        """Something inside an episode has ended so."""
+        if reason == "truncated" and self.end == "terminated":
+            reason = "terminated"
+        episode.report(reason, detail)

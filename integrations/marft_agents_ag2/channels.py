@@ -73,7 +73,7 @@ class Channel:
         if self._own:
             self.binding.end_episode(episode, reason, detail, result)
         else:
-            episode.report(reason, detail)
+            self.binding.report(episode, reason, detail)
 
 
 class Channels:

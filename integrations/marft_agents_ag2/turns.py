@@ -132,7 +132,7 @@ class Turn:
         if self.own:
             self.binding.end_episode(self.episode, reason, detail, response)
         elif error is None:
-            self.episode.report(reason, detail)
+            self.binding.report(self.episode, reason, detail)
 
 
 def begin_turn(binding: Binding, agent: str, event: Any, dependencies: Mapping[Any, Any]) -> Turn:

@@ -158,6 +158,8 @@ class _Seen:
             run.calls = function_calls(output)
             if made is not None and response is not None:
                 self._say_uncaptured()
+            elif run.calls:
+                self._say_strict()
 
     def _say_uncaptured(self) -> None:
         kind = type(self._model)
@@ -175,6 +177,18 @@ class _Seen:
             f"marft-agents: agent {self._run.agent!r} uses {kind.__module__}.{kind.__qualname__},"
             f" which {why}; its turns are logged without tokens and cannot be trained on; {cure}",
         )
+
+    def _say_strict(self) -> None:
+        """Newer versions make tools and handoffs strict unless they are told otherwise."""
+        tools = self._call.exchanges[-1].request_body.get("tools") or ()
+        if any(tool.get("function", {}).get("strict") is True for tool in tools):
+            self._run.safety.warn_once(
+                ("strict", self._run.agent),
+                f"marft-agents: agent {self._run.agent!r} has strict tools; a server may hold their"
+                " calls to a grammar while it samples, so the turns that call one are logged and"
+                " not trained on; use function_tool(strict_mode=False), and set"
+                " strict_json_schema = False on a handoff(...) or an agent.as_tool(...)",
+            )
 
 
 def sdk_clients(model: Any, depth: int = 0) -> Iterator[Any]:

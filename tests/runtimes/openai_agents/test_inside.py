@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -286,3 +287,20 @@ async def test_an_app_finds_the_log_probabilities_that_it_asked_for(
 
 def _logprobs(result: Any) -> list[Any]:
     return list(getattr(result.new_items[-1].raw_item.content[0], "logprobs", None) or ())
+
+
+async def test_strict_tools_are_said_once_and_loose_ones_trained_on(
+    recorder: MarftRecorder, log: InMemoryLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScriptedServer(calls_once({"planner": ("add", {"a": 1, "b": 2})})) as server:
+        strict = agent("planner", server.url, tools=[add])
+        loose = agent("planner", server.url, tools=[copy.copy(add)])
+        loose.tools[0].strict_json_schema = False  # pyright: ignore[reportAttributeAccessIssue]
+        for one in (strict, strict, loose):
+            await play(recorder.wrap(one), "go")
+        offers = [r.body["tools"][0]["function"] for r in server.requests[::2]]
+    recorder.flush()
+    calls = log.turns[::2]
+    assert [t.trainable for t in calls] == [offer.get("strict") is not True for offer in offers]
+    said = [r.getMessage() for r in caplog.records if "strict tools" in r.getMessage()]
+    assert len(said) == (1 if offers[0].get("strict") else 0) and calls[-1].trainable
