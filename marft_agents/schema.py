@@ -150,37 +150,43 @@ class Turn(Event):
     @property
     def untrainable_reason(self) -> str | None:
         """Why no policy update may use this turn; ``None`` when it can be trained on."""
-        checks: tuple[tuple[bool, str], ...] = (
-            (self.error is not None, "the call failed"),
-            (self.kind != "act", f"not an action of the agent (kind {self.kind})"),
-            (self.cached, "answered from a cache"),
-            (not self.complete, "not all of its tokens arrived"),
-            (self.edited_text is not None, "edited by a human"),
-            (
-                self.redacted and not (self.prompt_token_ids and self.token_ids),
-                "redacted: its token ids spelled out what was removed",
-            ),
-            (not self.prompt_token_ids, "no prompt token ids"),
-            (not self.token_ids, "no sampled token ids"),
-            (
-                not (are_ids(self.prompt_token_ids) and are_ids(self.token_ids)),
-                "a token id is out of any vocabulary",
-            ),
-            (self.logprobs is None, "no log-probabilities"),
-            (
-                len(self.token_ids or ()) != len(self.logprobs or ()),
-                "token ids and log-probabilities differ in length",
-            ),
-            (
-                not are_logprobs(self.logprobs),
-                "a log-probability is not finite, positive or a placeholder",
-            ),
-            (self.adapter_start != self.adapter_end, "adapter version changed during the call"),
-            (self.sampling.grammar, "sampled under a grammar"),
-            (self.sampling.searched, "chosen among several replies, not sampled"),
-            (_has_media(self.messages), "its prompt holds an image, audio or a file"),
+        return (
+            (self.error is not None and "the call failed")
+            or (self.kind != "act" and f"not an action of the agent (kind {self.kind})")
+            or (self.cached and "answered from a cache")
+            or (not self.complete and "not all of its tokens arrived")
+            or (self.edited_text is not None and "edited by a human")
+            or self._untrainable_tokens()
+            or (
+                self.adapter_start != self.adapter_end and "adapter version changed during the call"
+            )
+            or (self.sampling.grammar and "sampled under a grammar")
+            or (self.sampling.searched and "chosen among several replies, not sampled")
+            or (_has_media(self.messages) and "its prompt holds an image, audio or a file")
+            or None
         )
-        return next((reason for failed, reason in checks if failed), None)
+
+    def _untrainable_tokens(self) -> str | Literal[False]:
+        prompt, ids, logprobs = self.prompt_token_ids, self.token_ids, self.logprobs
+        return (
+            (
+                self.redacted
+                and not (prompt and ids)
+                and "redacted: its token ids spelled out what was removed"
+            )
+            or (not prompt and "no prompt token ids")
+            or (not ids and "no sampled token ids")
+            or (not (are_ids(prompt) and are_ids(ids)) and "a token id is out of any vocabulary")
+            or (logprobs is None and "no log-probabilities")
+            or (
+                len(ids or ()) != len(logprobs or ())
+                and "token ids and log-probabilities differ in length"
+            )
+            or (
+                not are_logprobs(logprobs)
+                and "a log-probability is not finite, positive or a placeholder"
+            )
+        )
 
     @property
     def trainable(self) -> bool:

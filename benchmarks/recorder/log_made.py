@@ -25,7 +25,10 @@ AT_ONCE = 64
 _PATTERNS = 97
 _EPISODE, _TURN, _BEFORE = b"@episode@", b"@turn@", b"@before@"
 _TIME = datetime(2026, 1, 1, tzinfo=UTC)
-_WORDS = "plan the next step then write code run tests read what failed fix it and say so".split()
+_WORDS = (
+    "plan", "the", "next", "step", "then", "write", "code", "run", "tests", "read", "what",
+    "failed", "fix", "it", "and", "say", "so",
+)  # fmt: skip
 
 
 def write_log(path: Path, turns: int, layout: str) -> None:

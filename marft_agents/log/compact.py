@@ -173,8 +173,9 @@ def _last_words(events: Sequence[AnyEvent], same_as: dict[str, str]) -> set[int]
                 latest["end",] = event
             case _:
                 pass
-    start = next((event for event in events if isinstance(event, EpisodeStarted)), None)
-    return {id(event) for event in latest.values()} | refused | {id(start)}
+    starts = [event for event in events if isinstance(event, EpisodeStarted)]
+    earliest = {id(min(starts, key=lambda event: event.time))} if starts else set[int]()
+    return {id(event) for event in latest.values()} | refused | earliest
 
 
 def _refuse_living(delete: Collection[str], living: dict[Path, str]) -> None:

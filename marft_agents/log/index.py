@@ -1,9 +1,8 @@
 """Which bytes belong to which episode, on disk instead of in memory.
 
 Invariant: memory does not grow with the log. The index is a temporary SQLite database that the
-system deletes when it is closed or the process dies. Lines of one episode that follow each other in
-a file are one entry, and entries of one episode that are met soon after each other are one row, so
-the index of a log of many episodes at a time is small too.
+system deletes when it is closed or the process dies. Entries of one episode that are met soon after
+each other are one row, so the index of a log of many episodes at a time is small too.
 """
 
 from __future__ import annotations
@@ -17,29 +16,20 @@ from typing import NamedTuple
 
 from marft_agents.errors import LogError
 
-_LONGEST = 2**20
-"""Bytes of a run of lines; it is read at once."""
 _PENDING = 2**14
 """Entries that are held before they are written."""
 
 
 class Entry(NamedTuple):
-    """Whole events: ``length`` bytes at ``offset`` in the ``file``-th file, from ``line`` on.
-
-    ``whole`` is 1 for whole lines, which those of the next line may be joined to, and else 0.
-    """
+    """Whole events: ``length`` bytes at ``offset`` in the ``file``-th file, from ``line`` on."""
 
     file: int
     offset: int
     length: int
     line: int
-    whole: int
 
 
 _FIELDS = len(Entry._fields)
-_FILE, _OFFSET, _LENGTH, _WHOLE = (
-    Entry._fields.index(name) - _FIELDS for name in ("file", "offset", "length", "whole")
-)
 _ALL = (
     "SELECT part.episode, entries FROM part"
     " JOIN (SELECT episode, MIN(first) AS met FROM part GROUP BY episode) AS seen"
@@ -116,29 +106,13 @@ def _parts(rows: Iterable[tuple[str, Entry]]) -> Iterator[tuple[bytes, int, byte
         known = pending.get(episode_id)
         if known is None:
             pending[episode_id] = number, array("q", entry)
-        elif not _join(known[1], entry):
-            known[1].extend(entry)
         else:
-            continue
+            known[1].extend(entry)
         held += 1
         if held == _PENDING:
             yield from _packed(pending)
             pending, held = {}, 0
     yield from _packed(pending)
-
-
-def _join(entries: array[int], entry: Entry) -> bool:
-    """Lengthen the last entry by one that follows it in its file, if it does."""
-    length = entries[_LENGTH]
-    if (
-        entries[_OFFSET] + length != entry.offset
-        or not (entry.whole and entries[_WHOLE])
-        or entries[_FILE] != entry.file
-        or length + entry.length > _LONGEST
-    ):
-        return False
-    entries[_LENGTH] = length + entry.length
-    return True
 
 
 def _packed(pending: dict[str, tuple[int, array[int]]]) -> Iterator[tuple[bytes, int, bytes]]:

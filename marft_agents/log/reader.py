@@ -30,6 +30,8 @@ from marft_agents.schema import AnyEvent, Episode
 
 _MAX_SKIPPED = 100
 _MAX_OPEN = 64
+_RUN = 2**20
+"""Bytes after which a run of lines is ended; it is read at once."""
 
 
 class Record(NamedTuple):
@@ -120,15 +122,26 @@ class LogReader:
         )
 
     def _glanced(self, number: int, path: Path) -> Iterator[tuple[str, Entry]]:
-        """Where every line belongs; only a line that says so in no plain way is parsed."""
+        """Where every line belongs; only a line that says so in no plain way is parsed.
+
+        Lines of one episode that follow each other are one entry.
+        """
+        name, run = None, Entry(number, 0, 0, 0)
         with _open(path) as file:
             for line, offset, data in raw_lines(file):
                 episode_id = None if data is None else plain_episode(data)
-                if episode_id is not None and data is not None:
-                    yield episode_id, Entry(number, offset, len(data), line, 1)
+                size = 0 if data is None else len(data)
+                if episode_id is not None and episode_id == name and run.length < _RUN:
+                    run = Entry(number, run.offset, run.length + size, run.line)
                     continue
-                for event, entry in self._read(number, path, line, offset, data):
-                    yield event.episode_id, entry
+                if name is not None:
+                    yield name, run
+                name, run = episode_id, Entry(number, offset, size, line)
+                if episode_id is None:
+                    for event, entry in self._read(number, path, line, offset, data):
+                        yield event.episode_id, entry
+        if name is not None:
+            yield name, run
 
     def _parsed(self, number: int, path: Path) -> Iterator[tuple[AnyEvent, Entry]]:
         with _open(path) as file:
@@ -142,7 +155,7 @@ class LogReader:
         if lost is not None:
             self._skip(Place(path, offset, line), lost)
         for event, start, length in found:
-            yield event, Entry(number, start, length, line, 0)
+            yield event, Entry(number, start, length, line)
 
     def _records(
         self, files: _Files, episode_id: str, entries: Iterable[Entry]
