@@ -37,6 +37,7 @@ def _forms() -> dict[str, bytes]:
         "no space": plain.replace(b"data: ", b"data:"),
         "other fields": plain.replace(b"data: {", b"event: x\nid: 7\nretry: 10\ndata: {"),
         "several lines": several.encode(),
+        "several lines, crlf": several.replace("\n", "\r\n").encode(),
         "no last blank line": stream(events, done=False).removesuffix(b"\n\n"),
         "no last line end": stream(events, done=False).removesuffix(b"\n"),
         "after the end": plain + stream([events[1]], done=False),
@@ -48,6 +49,7 @@ def _forms() -> dict[str, bytes]:
 def test_a_stream_in_any_form_and_cut_is_the_reply(form: str, size: int) -> None:
     read, want = _read(_forms()[form], size), completion(body_of(PLAIN))
     assert read.choices == want.choices and read.error is None
+    assert read.prompt_token_ids == want.prompt_token_ids
     assert read.choices[0].reasoning == "Let me think."
     assert (read.completion_tokens, read.prompt_tokens) == (
         want.completion_tokens,
