@@ -54,11 +54,13 @@ RUNTIMES: dict[str, Runtime] = {
         ("autogen-agentchat==0.4.9", "autogen-ext[openai]==0.4.9"), AGENTCHAT
     ),
     "classic": Runtime(
-        ("autogen[openai]==0.14.1",), CLASSIC, ("integrations/marft_agents_classic", *CLASSIC)
+        ("autogen[openai]==0.14.1", "diskcache", "pillow"),
+        CLASSIC,
+        ("integrations/marft_agents_classic", *CLASSIC),
     ),
-    "classic-ag2": Runtime(("ag2[openai]==0.14.0",), CLASSIC),
-    "classic-pyautogen09": Runtime(("pyautogen[openai]==0.9",), CLASSIC),
-    "classic-pyautogen02": Runtime(("pyautogen==0.2.35",), CLASSIC),
+    "classic-ag2": Runtime(("ag2[openai]==0.14.0", "diskcache", "pillow"), CLASSIC),
+    "classic-pyautogen09": Runtime(("pyautogen[openai]==0.9", "pillow"), CLASSIC),
+    "classic-pyautogen02": Runtime(("pyautogen==0.2.35", "pillow"), CLASSIC),
     "agent-framework": Runtime(
         (
             "agent-framework-core==1.23.0",
