@@ -80,6 +80,9 @@ class GatewayEpisode(LiveEpisode):
 
     def hold(self, key: Hashable, call: Call) -> None:
         """Keep a failed call whose client may try again."""
+        other = self.held(key)  # of a client that makes the same call twice at once
+        if other is not None and other is not call:
+            other.finish()
         self._held[key] = call, self._now()
 
     def held(self, key: Hashable) -> Call | None:

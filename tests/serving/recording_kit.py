@@ -55,10 +55,11 @@ class RecordingStage:
         body = {"model": agent, "messages": HELLO} | more
         return self.post(f"/episodes/{episode}/agents/{agent}{CHAT}", body, headers=headers)
 
-    def ask_impatiently(self, agent: str = "router", episode: str = "e1") -> httpx.Response:
+    def ask_impatiently(self, headers: dict[str, str] | None = None) -> httpx.Response:
         """A call whose client waits 0.2 s only."""
-        url = f"{self.stage.url}/episodes/{episode}/agents/{agent}{CHAT}"
-        return httpx.post(url, json={"model": agent, "messages": HELLO}, timeout=0.2)
+        url = f"{self.stage.url}/episodes/e1/agents/router{CHAT}"
+        body = {"model": "router", "messages": HELLO}
+        return httpx.post(url, json=body, headers=headers, timeout=0.2)
 
     @property
     def events(self) -> list[Any]:

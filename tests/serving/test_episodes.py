@@ -20,6 +20,7 @@ from marft_agents.schema import Episode
 from marft_agents.serving.episodes import Episodes
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.resume import recent_episodes
+from marft_agents.serving.watch import HttpCall
 from marft_agents.testing import InMemoryLog
 from tests.serving.recording_kit import CHAT, HELLO, Clock, RecordingStage, recording_stage
 from tests.serving.stage import House
@@ -250,6 +251,18 @@ def test_memory_is_bounded() -> None:
     clock.now = 22.0
     episodes.sweep()
     assert episodes.get("c") is None
+
+
+def test_two_failed_calls_that_look_the_same_are_two_turns() -> None:
+    episodes, _, _ = _episodes(Clock())
+    live = episodes.use("e")
+    assert live is not None
+    calls = [HttpCall(live, "a", "act", "key", 1) for _ in range(2)]
+    for call in calls:
+        live.hold("key", call)
+    assert [call.finished for call in calls] == [True, False]
+    assert live.held("key") is calls[1]
+    assert live.held("key") is None
 
 
 # -- restarts ----------------------------------------------------------------------------------
