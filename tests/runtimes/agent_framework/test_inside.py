@@ -18,6 +18,7 @@ from agent_framework import (
     chat_middleware,
     tool,
 )
+from agent_framework.openai import OpenAIChatCompletionClient
 from agent_framework.orchestrations import SequentialBuilder
 from pydantic import BaseModel
 
@@ -69,6 +70,17 @@ async def test_a_tool_is_the_environment(stream: bool) -> None:
     assert (call.step, answer.step, coder.step) == (0, 1, 1)
     assert answer.depends_on == [call.turn_id] and answer.turn_id in coder.depends_on
     assert all(t.kind == "act" and t.trainable for t in log.turns)
+
+
+async def test_tools_of_earlier_episodes_are_not_recorded_again() -> None:
+    script = {"planner": [CALL_ADD, "three", "three again"]}
+    with recording(script) as (server, recorder, log):
+        planner = recorder.wrap(agent("planner", server.url, tools=[add]))
+        session = planner.create_session()
+        await ask(planner, "add", session=session)
+        await ask(planner, "what was it?", session=session)
+    assert any(m["role"] == "tool" for m in log.turns[2].messages)
+    assert len(log.of(ToolEvent)) == 1 and log.turns[2].step == 0
 
 
 async def test_a_tool_that_fails_and_two_at_once() -> None:
@@ -139,20 +151,21 @@ async def test_structured_output(stream: bool) -> None:
     assert turn.token_ids and turn.sampling.grammar and turn.text == '{"x": 3}'
 
 
-async def test_a_summary_is_no_action_of_the_agent() -> None:
-    script = {"planner": ["first", "second"], "short": "they said hello"}
-    with recording(script) as (server, recorder, log):
+async def test_a_summary_is_of_the_agent_that_needs_it() -> None:
+    with recording() as (server, recorder, log):
         shorten: Any = SummarizationStrategy(
             client=client("short", server.url), target_count=1, threshold=0
         )
-        planner = recorder.wrap(agent("planner", server.url, compaction_strategy=shorten))
-        session = planner.create_session()
-        with recorder.episode():
-            await ask(planner, "hello", session=session)
-            await ask(planner, "and now?", session=session)
-    kinds = [(t.agent, t.kind, t.model) for t in log.turns]
-    assert ("planner", "summary", "short") in kinds
-    assert kinds.count(("planner", "act", "planner")) == 2
+        for name in ("planner", "coder"):  # they share it
+            speaker = recorder.wrap(agent(name, server.url, compaction_strategy=shorten))
+            session = speaker.create_session()
+            with recorder.episode():
+                await ask(speaker, "hello", session=session)
+                await ask(speaker, "and now?", session=session)
+    for name in ("planner", "coder"):
+        kinds = [(t.kind, t.model) for t in log.turns if t.agent == name]
+        assert sorted(set(kinds)) == [("act", name), ("summary", "short")]
+        assert kinds.count(("act", name)) == 2
     assert all(t.parent_agent is None for t in log.turns)
 
 
@@ -214,6 +227,23 @@ async def test_a_structured_output_that_fails_keeps_its_tokens() -> None:
             print((await ask(planner, "go", stream=True, options=options)).value)
     (turn,) = log.turns
     assert turn.token_ids and turn.text == "no JSON" and turn.error is None
+
+
+class Unfinished(OpenAIChatCompletionClient):
+    """Fails at making a response of what it has streamed."""
+
+    def _finalize_response_updates(self, *args: Any, **options: Any) -> Any:
+        raise ValueError("not what I wanted")
+
+
+async def test_a_stream_that_was_read_is_a_whole_turn_whatever_is_made_of_it() -> None:
+    with recording({"planner": "all of it"}) as (server, recorder, log):
+        chat = Unfinished(model="planner", base_url=server.url, api_key="sk-test")
+        planner = recorder.wrap(agent("planner", server.url, client=chat))
+        with pytest.raises(ValueError, match="not what I wanted"):
+            await ask(planner, "go", stream=True)
+    (turn,) = log.turns
+    assert turn.trainable and turn.text == "all of it"
 
 
 class Memory(ContextProvider):

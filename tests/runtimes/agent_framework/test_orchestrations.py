@@ -23,8 +23,15 @@ from agent_framework import (
     tool,
     workflow,
 )
-from agent_framework.orchestrations import GroupChatBuilder, MagenticBuilder, SequentialBuilder
+from agent_framework.orchestrations import (
+    AgentRequestInfoResponse,
+    GroupChatBuilder,
+    HandoffBuilder,
+    MagenticBuilder,
+    SequentialBuilder,
+)
 
+from marft_agents import MarftRecorder
 from marft_agents.schema import (
     EpisodeEnded,
     EpisodeStarted,
@@ -71,8 +78,6 @@ async def test_a_handoff_chooses_the_next_speaker(stream: bool) -> None:
 
 async def test_a_handoff_of_agents_that_were_wrapped_themselves() -> None:
     """The workflow runs copies of the agents."""
-    from agent_framework.orchestrations import HandoffBuilder
-
     with recording(handing_off) as (server, recorder, log):
         planner, coder = agents(
             server.url, "planner", "coder", require_per_service_call_history_persistence=True
@@ -84,6 +89,41 @@ async def test_a_handoff_of_agents_that_were_wrapped_themselves() -> None:
             await builder.build().run("go")
     assert _who(log.turns) == ["planner", "coder", "planner"]
     assert all(t.token_ids for t in log.turns) and log.turns[2].trainable
+
+
+async def test_copies_that_outlive_a_recorder_are_recorded_by_the_next() -> None:
+    second = InMemoryLog()
+    with recording(handing_off) as (server, recorder, first):
+        planner, coder = agents(
+            server.url, "planner", "coder", require_per_service_call_history_persistence=True
+        )
+        recorder.wrap(planner)
+        builder = HandoffBuilder(participants=[planner, coder]).with_start_agent(planner)
+        workflow: Any = builder.build()
+        recorder.close()
+        await workflow.run("not recorded")
+        assert not first.events and "x-marft-agent" not in server.requests[0].headers
+        with MarftRecorder(log=second) as other:
+            await other.wrap(builder.build()).run("go")
+            copy = workflow.executors["planner"]._agent.client
+            other.wrap(workflow)
+            again = workflow.executors["planner"]._agent.client
+    assert _who(second.turns) == ["planner", "coder", "planner"]
+    assert _stand_ins(copy) == _stand_ins(again) == 1
+
+
+def _stand_ins(chat: Any) -> int:
+    return sum("_marft_seat" in vars(base) for base in type(chat).__mro__)
+
+
+async def test_a_participant_acts_even_if_its_orchestrator_knows_it() -> None:
+    with recording() as (server, recorder, log):
+        workflow: Any = group_chat(server.url)
+        for held in workflow.executors.values():
+            if "Orchestrator" in type(held).__name__:
+                held.members = [e._agent for e in workflow.executors.values() if e is not held]
+        await recorder.wrap(workflow).run("go")
+    assert {t.kind for t in log.turns} == {"act"}
 
 
 async def test_a_human_answers_a_handoff_workflow() -> None:
@@ -264,8 +304,6 @@ async def test_the_request_info_of_a_sequence_is_a_human_turn() -> None:
         workflow: Any = recorder.wrap(builder.with_request_info(agents=["planner"]).build())
         with recorder.episode():
             (request,) = (await workflow.run("go")).get_request_info_events()
-            from agent_framework.orchestrations import AgentRequestInfoResponse
-
             answer = AgentRequestInfoResponse.from_strings(["make it shorter"])
             result = await workflow.run(responses={request.request_id: answer})
             (request,) = result.get_request_info_events()
