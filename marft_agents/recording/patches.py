@@ -22,6 +22,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._done: list[tuple[Any, str, Any, Any]] = []
+        self._sweep_at = 256
         self._said: list[str] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
@@ -39,6 +40,9 @@ class Patches:
         before = vars(target).get(name, _MISSING)
         setattr(target, name, value)
         self._done.append((weakref.ref(target), name, before, weakref.ref(value)))
+        if len(self._done) >= self._sweep_at:  # a runtime may make an object for each call
+            self._done = [done for done in self._done if done[0]() is not None]
+            self._sweep_at = 2 * len(self._done) + 256
         return before
 
     def undo(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from agents import (
     RunHooks,
     Runner,
     SQLiteSession,
+    function_tool,
     handoff,
     input_guardrail,
 )
@@ -26,7 +28,14 @@ from agents.run import get_default_agent_runner
 from marft_agents import MarftRecorder
 from marft_agents.errors import IntegrationError
 from marft_agents.recording import EpisodeHandle
-from marft_agents.schema import EpisodeEnded, EpisodeStarted, HumanEvent, RewardEvent, Turn
+from marft_agents.schema import (
+    EpisodeEnded,
+    EpisodeStarted,
+    HumanEvent,
+    RewardEvent,
+    ToolEvent,
+    Turn,
+)
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
 from tests.runtimes.openai_agents.kit import add, agent, calls_once, model, noting, play
 
@@ -311,3 +320,37 @@ def test_a_package_of_the_users_called_agents_is_not_the_sdk(
     with pytest.raises(IntegrationError, match=r"object of type agents\.Agent"):
         recorder.wrap(mine.Agent())
     monkeypatch.delitem(sys.modules, "agents")
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_a_run_that_stops_to_have_a_tool_approved(
+    recorder: MarftRecorder, log: InMemoryLog, together: bool
+) -> None:
+    if "needs_approval" not in inspect.signature(function_tool).parameters:
+        pytest.skip("this version knows no approvals")
+    guarded: Any = function_tool(_guarded, needs_approval=True)
+    with ScriptedServer(calls_once({"planner": ("_guarded", {})})) as server:
+        planner = recorder.wrap(agent("planner", server.url, tools=[guarded]))
+
+        async def approved() -> None:
+            result: Any = await Runner.run(planner, "go")
+            state = result.to_state()
+            state.approve(result.interruptions[0])
+            assert (await Runner.run(planner, state)).final_output
+
+        if together:
+            async with recorder.episode() as episode:
+                episode.end("terminated")
+                await approved()
+        else:
+            await approved()
+    recorder.flush()
+    assert [t.agent for t in log.turns] == ["planner", "planner"]
+    assert log.of(ToolEvent)[0].result == "done"
+    ends = [e.reason for e in log.of(EpisodeEnded)]
+    assert ends == (["terminated"] if together else ["truncated", "terminated"])
+
+
+def _guarded() -> str:
+    """Do what needs approval."""
+    return "done"
