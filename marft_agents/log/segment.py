@@ -73,6 +73,10 @@ class LineFile:
                 os.close(self._fd)
         self._identity = (-1, -1)
 
+    def __del__(self) -> None:
+        if hasattr(self, "_identity"):
+            self.close()
+
     def __enter__(self) -> LineFile:
         return self
 

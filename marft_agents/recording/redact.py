@@ -101,7 +101,10 @@ class Redactor:
 
     def __init__(self, redact: Redact = "default", safety: Safety | None = None) -> None:
         if not isinstance(redact, Redaction) and redact not in ("default", "off"):
-            raise ConfigError(f"redact is 'default', 'off' or a Redaction, not {redact!r}")
+            raise ConfigError(
+                f"redact is 'default', 'off' or a Redaction, not {redact!r};"
+                " a function of your own goes in as Redaction(function=...)"
+            )
         given = isinstance(redact, Redaction)
         self._plan = redact if given else Redaction(defaults=redact != "off")
         self._safety = safety or Safety()

@@ -29,6 +29,8 @@ CAPACITY_BYTES = 128 * 2**20
 _RESERVE = 1024
 _RESERVE_BYTES = 16 * 2**20
 _COUNTED_EPISODES = 100_000
+_IDLE_S = 30.0
+"""Seconds without an event after which the thread ends; the next event starts another."""
 _BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent, EditEvent)
 
 
@@ -135,12 +137,14 @@ class Sink:
         deadline = time.monotonic() + timeout
         with self._changed:
             self._closed = True
+            if self._accepted and not self._log_closed:
+                self._start()  # closing may hang as writing may: not on the app's thread
         done = self.flush(timeout)
         with self._changed:
             self._changed.notify_all()
             thread = self._thread
         if done and thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))  # closing may hang as writing may
+            thread.join(max(0.0, deadline - time.monotonic()))
         if done and (thread is None or not thread.is_alive()):
             self._close_log()
         self._say_what_is_missing(done)
@@ -210,14 +214,17 @@ class Sink:
                     "broken log",
                     f"marft-agents lost an event: its log raised {type(error).__name__}: {error}",
                 )
-        self._close_log()
+        if self._closed:
+            self._close_log()
 
     def _next(self, *, wait: bool) -> bool:
         """Write the oldest event; False when there is none (and none will come)."""
         with self._changed:
             if wait:
-                self._changed.wait_for(lambda: self._queue or self._closed)
+                self._changed.wait_for(lambda: self._queue or self._closed, _IDLE_S)
             if not self._queue:
+                if wait and not self._closed:  # nobody may be left to close this recorder
+                    self._thread = None
                 return False
             event, size = self._queue.popleft()
         try:

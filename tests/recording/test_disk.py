@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import shutil
@@ -10,13 +11,16 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from marft_agents.log import LogReader
+from marft_agents.log import LogReader, LogWriter
+from marft_agents.log.segment import in_use
 from marft_agents.recording import MarftRecorder
+from marft_agents.recording import sink as sink_module
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import EpisodeEnded, Event, HumanEvent, RewardEvent
@@ -232,3 +236,23 @@ def test_without_threads_events_wait_for_flush(
             pass
         assert log.closed and [e.episode_id for e in log.events] == ["e", "e"]
     assert "cannot start a thread" in caplog.text
+
+
+def test_a_recorder_that_nobody_closes_leaves_no_thread_and_no_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink_module, "_IDLE_S", 0.01)
+    writer = LogWriter(tmp_path)
+    sink = Sink(writer, Safety())
+    for _ in range(3):
+        sink.put(HumanEvent(episode_id="e"))
+        assert sink.flush(5)
+        thread = sink._thread  # pyright: ignore[reportPrivateUsage] to wait for its end
+        if thread is not None:
+            thread.join(5)
+    assert len(list(LogReader(tmp_path).events())) == 3
+    path, gone = writer.path, weakref.ref(sink)
+    assert path is not None and in_use(path)
+    del sink, writer
+    gc.collect()
+    assert gone() is None and not in_use(path)

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from marft_agents.cli.logs_import import command
 from marft_agents.errors import ConfigError
-from marft_agents.log import LogReader
-from marft_agents.recording import redact
+from marft_agents.log import LogReader, Retention
+from marft_agents.recording import MarftRecorder, redact
 from marft_agents.recording.clean import Payload, jsonable
 from marft_agents.recording.redact import Redact, Redaction, Redactor
 from marft_agents.recording.safety import Safety
@@ -335,3 +335,19 @@ def test_what_is_imported_is_masked_too(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     (episode,) = LogReader(logs).episodes()
     assert episode.turns[0].text == f"It is {MASKED}" and episode.turns[0].redacted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"redact": "on"}, "'default', 'off' or a Redaction"),
+        ({"redact": _shout}, "'default', 'off' or a Redaction"),
+        (
+            {"log": InMemoryLog(), "retention": Retention(max_age_days=1)},
+            "retention is for log_dir",
+        ),
+    ],
+)
+def test_a_recorder_says_what_it_cannot_do(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MarftRecorder(**options)
