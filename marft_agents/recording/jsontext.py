@@ -6,7 +6,7 @@ Invariant: an edit changes the members it names; every other byte stays where an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from json.decoder import JSONDecoder
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from marft_agents.schema import JsonDict
 
 _DECODER = JSONDecoder()
-_SPACE = " \t\n\r"
+_SPACE = b" \t\n\r"
 
 
 def parse_json(data: bytes) -> Any:
@@ -34,49 +34,19 @@ def parse_json(data: bytes) -> Any:
 
 
 class JsonObject:
-    """A JSON object on the wire: its members as values and as places in its text.
+    """A JSON object on the wire: its members as values, and its text to be edited in place.
 
     Raises:
         ValueError: no JSON object in UTF-8.
     """
 
     def __init__(self, data: bytes) -> None:
-        self._text = data.decode()
-        self._members: list[tuple[str, int, int, int]] = []
-        """Name, start of the name, start and end of the value."""
-        self.fields: JsonDict = {}
-        try:
-            self._read()
-        except (IndexError, RecursionError) as error:
-            raise ValueError("no JSON object") from error
-
-    def _read(self) -> None:
-        text, at = self._text, self._skip(0)
-        if text[at] != "{":
+        self._data = data
+        fields = parse_json(data)
+        in_utf8 = data.lstrip(_SPACE).startswith(b"{") and data.rstrip(_SPACE).endswith(b"}")
+        if not isinstance(fields, dict) or not in_utf8:
             raise ValueError("no JSON object")
-        at = self._opened = self._skip(at + 1)
-        while text[at] != "}":
-            if self._members:
-                if text[at] != ",":
-                    raise ValueError("no JSON object")
-                at = self._skip(at + 1)
-            name, after = _DECODER.raw_decode(text, at)
-            after = self._skip(after)
-            if not isinstance(name, str) or text[after] != ":":
-                raise ValueError("no JSON object")
-            start = self._skip(after + 1)
-            value, end = _DECODER.raw_decode(text, start)
-            self._members.append((name, at, start, end))
-            self.fields[name] = value
-            at = self._skip(end)
-        if self._skip(at + 1) != len(text):
-            raise ValueError("text after the JSON object")
-
-    def _skip(self, at: int) -> int:
-        text = self._text
-        while at < len(text) and text[at] in _SPACE:
-            at += 1
-        return at
+        self.fields = cast("JsonDict", fields)
 
     def edited(
         self, put: Mapping[str, Any] | None = None, drop: Iterable[str] = ()
@@ -85,22 +55,46 @@ class JsonObject:
 
         A member of ``put`` that is there keeps its place.
         """
-        put, gone = dict(put or {}), frozenset(drop)
+        put, gone = dict(put or {}), self.fields.keys() & set(drop)
         fields = {k: v for k, v in self.fields.items() if k not in gone} | put
-        pieces: list[str] = []
-        before = self._opened
-        for name, at, start, end in self._members:
-            separator, before = self._text[before:at], end
-            if name not in gone:
-                written = _dumped(put[name]) if name in put else self._text[start:end]
-                pieces += [separator] if pieces else []
-                pieces.append(self._text[at:start] + written)
-        for name, value in put.items():
-            if name not in self.fields:
-                pieces += [","] if pieces else []
-                pieces.append(f"{_dumped(name)}:{_dumped(value)}")
-        text = self._text[: self._opened] + "".join(pieces) + self._text[before:]
-        return fields, text.encode()
+        added = [f"{_dumped(k)}:{_dumped(v)}" for k, v in put.items() if k not in self.fields]
+        data = self._data
+        if gone or not put.keys().isdisjoint(self.fields):
+            data = _replaced(data.decode(), put, gone).encode()
+        if not added:
+            return fields, data
+        kept = data.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE)
+        comma = b"," if len(fields) > len(added) else b""
+        return fields, kept + comma + ",".join(added).encode() + data[len(kept) :]
+
+
+def _replaced(text: str, put: JsonDict, gone: Set[str]) -> str:
+    """The text of an object with members replaced or gone; separators around the rest stay."""
+    pieces: list[str] = []
+    before = opened = _skip(text, _skip(text, 0) + 1)
+    for name, at, start, end in _members(text, opened):
+        separator, before = text[before:at], end
+        if name not in gone:
+            pieces += [separator] if pieces else []
+            pieces.append(text[at:start] + (_dumped(put[name]) if name in put else text[start:end]))
+    return text[:opened] + "".join(pieces) + text[before:]
+
+
+def _members(text: str, at: int) -> Iterator[tuple[str, int, int, int]]:
+    """Name, start of the name, start and end of the value of each member."""
+    while text[at] == '"':
+        name, after = _DECODER.raw_decode(text, at)
+        start = _skip(text, _skip(text, after) + 1)
+        _, end = _DECODER.raw_decode(text, start)
+        yield name, at, start, end
+        at = _skip(text, end)
+        at = _skip(text, at + 1) if text[at] == "," else at
+
+
+def _skip(text: str, at: int) -> int:
+    while text[at] in " \t\n\r":
+        at += 1
+    return at
 
 
 def _dumped(value: Any) -> str:

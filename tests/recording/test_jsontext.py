@@ -58,9 +58,10 @@ def test_members_at_the_edges(data: bytes, put: Any, want: bytes) -> None:
 
 NO_OBJECTS = [b"", b"[]", b"1", b"{", b'{"a"}', b'{"a":1,}', b'{"a" 1}', b'{"a":1 "b":2}']
 ODD_OBJECTS = [b"{1:2}", b"{} x", b"\xff{}", b'{"a":' + b"[" * 100_000]
+OTHER_ENCODINGS = [b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16"), '{"a":1}'.encode("utf-16-le")]
 
 
-@pytest.mark.parametrize("data", NO_OBJECTS + ODD_OBJECTS)
+@pytest.mark.parametrize("data", [*NO_OBJECTS, *ODD_OBJECTS, *OTHER_ENCODINGS])
 def test_what_is_no_object_is_said(data: bytes) -> None:
     with pytest.raises(ValueError):
         JsonObject(data)
