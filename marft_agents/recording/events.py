@@ -18,9 +18,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class StreamReader:
-    """Reads the bytes of a stream into ``reply``."""
+    """Reads the bytes of a stream into ``reply``; ``echo``: it begins with words of the prompt."""
 
-    def __init__(self, expected: int = 1) -> None:
+    def __init__(self, expected: int = 1, *, echo: bool = False) -> None:
+        self._echo = echo
         self.reply = Reply(streamed=True, expected=expected)
         self._rest: list[bytes] = []
         """The unfinished line, in pieces."""
@@ -83,7 +84,8 @@ class StreamReader:
             choice = reply.choice(index_of(raw, position))
             with_ids = choice.read_tokens(raw)
             said_something = _read_delta(choice, mapping(raw.get("delta")))
-            choice.gap = choice.gap or (said_something and not with_ids)
+            echoed = self._echo and choice.token_ids is None
+            choice.gap = choice.gap or (said_something and not with_ids and not echoed)
             if len(raws) == 1:
                 counted = mapping(chunk.get("usage")).get("completion_tokens")
                 choice.counted = counted if isinstance(counted, int) else choice.counted

@@ -156,7 +156,8 @@ class Exchange:
             asked_for = "a stream" if asked else "a reply in one piece"
             self.error = f"the app asked for {asked_for} and the server answered otherwise"
         if self.streaming:
-            self._reader = StreamReader(expected=self._expected())
+            echo = bool(self.request_body.get("echo"))
+            self._reader = StreamReader(expected=self._expected(), echo=echo)
             self.reply = self._reader.reply
         if not self.answered:
             self.renamer = None
@@ -252,6 +253,9 @@ class Exchange:
             why = f"the server does not look like one that returns them: {self.verdict.reason}"
             cure = "serve the model with `marft-agents serve` or vLLM; if it is one behind a proxy,"
             cure += ' use MarftRecorder(inject="always")'
+        elif self.request_body.get("include_reasoning") is False:
+            why = "the request hides the reasoning, and its tokens with it"
+            cure = "leave include_reasoning on"
         elif core.inject == "never":
             why, cure = 'the recorder was made with inject="never"', 'use inject="auto"'
         else:

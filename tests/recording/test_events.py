@@ -153,6 +153,15 @@ def test_text_without_ids_is_a_gap() -> None:
     assert _whole(said, silent, END) == (False, None)
 
 
+def test_an_echo_of_the_prompt_has_no_ids() -> None:
+    echoed = _delta({"content": "as I said, "}, token_ids=None)
+    said, silent = _delta({"content": "b"}), _delta({"content": "b"}, token_ids=None)
+    for events, want in (([echoed, said, END], True), ([echoed, said, silent, END], False)):
+        reader = StreamReader(echo=True)
+        reader.feed(stream(events))
+        assert reader.reply.complete(reader.reply.choices[0]) == want
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_a_reply_that_the_engine_gave_up_is_not_complete(reason: str) -> None:
     assert _whole(_delta({"content": "a"}), _delta({}, finish_reason=reason)) == (False, None)
