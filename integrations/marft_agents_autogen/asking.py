@@ -123,6 +123,14 @@ def _kind(seat: Seat, frame: Frame | None, kwargs: Mapping[str, Any]) -> TurnKin
 
 
 def _say_outside(seat: Seat) -> None:
+    if any(frame.open for frame in seat.open):
+        seat.recorder.core.safety.warn_once(
+            ("no context", seat.name),
+            f"marft-agents: agent {seat.name!r} is in several runs at once and called its model"
+            " from a thread that does not say which one, so the call is not recorded; use"
+            " asyncio.to_thread, which takes the context along",
+        )
+        return
     seat.recorder.core.safety.warn_once(
         ("no run", seat.name),
         f"marft-agents: agent {seat.name!r} called its model outside a recorded run and the call"

@@ -222,7 +222,8 @@ def here(seat: Seat) -> Frame | None:
 def own_frame(seat: Seat) -> Frame | None:
     """The frame of ``seat`` that the code running now belongs to.
 
-    A thread that did not take the context along belongs to what the seat began last.
+    A thread that did not take the context along belongs to what the seat began last, unless that
+    could be another episode's.
     """
     innermost = frame = here(seat)
     while frame is not None:
@@ -231,7 +232,8 @@ def own_frame(seat: Seat) -> Frame | None:
         frame = frame.outer
     if innermost is not None:
         return None
-    return next((f for f in reversed(seat.open) if f.open), None)
+    found = [f for f in seat.open if f.open]
+    return found[-1] if len({f.episode for f in found}) == 1 else None
 
 
 def episode_here(seat: Seat) -> LiveEpisode | None:

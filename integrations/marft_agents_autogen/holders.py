@@ -74,16 +74,19 @@ def _emptying(holder: weakref.ref[Any], name: str, seat: Seat) -> Any:
 
 def _own_sdk(agent: Any, client: Any, seat: Seat) -> None:
     """An SDK object that an agent holds without a model client around it."""
-    core = seat.recorder.core
     if type(agent).__module__.split(".")[0] == "autogen_ext":
-        core.safety.warn_once(
-            ("no chat completions", type(agent)),
-            f"marft-agents: agent {seat.name!r} is a {type(agent).__qualname__}, which does not use"
-            " the chat completions API; its model calls are not recorded; use an AssistantAgent"
-            " with an OpenAIChatCompletionClient",
-        )
-        return
-    if is_sdk(client):
+        say_other_api(agent, seat)
+    elif is_sdk(client):
         seat.own_sdk = True
         with suppress(ConfigError):  # another agent holds it, too; each call is the speaker's
             seat.recorder.capture(client, seat.name)
+
+
+def say_other_api(agent: Any, seat: Seat) -> None:
+    """An agent of AutoGen's own that asks its model in another way."""
+    seat.recorder.core.safety.warn_once(
+        ("no chat completions", type(agent)),
+        f"marft-agents: agent {seat.name!r} is of the class {type(agent).__qualname__}, which does"
+        " not use the chat completions API; its model calls are not recorded; use an AssistantAgent"
+        " with an OpenAIChatCompletionClient",
+    )

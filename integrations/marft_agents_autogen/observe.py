@@ -24,6 +24,7 @@ from marft_agents_autogen.compat import (
     model_text,
 )
 from marft_agents_autogen.frames import Run, Speech
+from marft_agents_autogen.holders import say_other_api
 
 
 def observe(agent: Any, speech: Speech, item: Any) -> None:
@@ -100,13 +101,15 @@ def _response(agent: Any, speech: Speech, message: Any) -> None:
 
 
 def _say_silent(agent: Any, speech: Speech) -> None:
-    """An agent of the app's own whose model, if it has one, is out of sight."""
-    kind = type(agent)
-    if kind.__module__.startswith("autogen_") or speech.seat.own_sdk:
-        return
-    speech.episode.core.safety.warn_once(
-        ("no model call seen", kind),
-        f"marft-agents: agent {agent.name!r} ({kind.__qualname__}) answered and no model call of"
-        " it was seen; if it asks a model, keep the model client (or openai client) in an"
-        " attribute of the agent, or use recorder.attach_client(client, agent=...)",
-    )
+    """An agent whose model, if it has one, is out of sight."""
+    kind, seat = type(agent), speech.seat
+    root = kind.__module__.split(".")[0]
+    if root == "autogen_ext":
+        say_other_api(agent, seat)
+    elif root != "autogen_agentchat" and not seat.own_sdk:
+        speech.episode.core.safety.warn_once(
+            ("no model call seen", kind),
+            f"marft-agents: agent {seat.name!r} ({kind.__qualname__}) answered and no model call of"
+            " it was seen; if it asks a model, keep the model client (or openai client) in an"
+            " attribute of the agent, or use recorder.attach_client(client, agent=...)",
+        )

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from marft_agents_autogen.frames import Speech, begin_speech, here
+from marft_agents_autogen.frames import Speech, begin_speech, episode_here, here
 from marft_agents_autogen.observe import executed, observe
 from marft_agents_autogen.seats import Binding, Seat, close_stream
 
@@ -82,12 +82,22 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
 
     @functools.wraps(reset)
     async def on_reset(*args: Any, **kwargs: Any) -> Any:
-        seat.delivered.clear()
+        with seat.recorder.core.safety.guard("forget what an agent was given"):
+            forget(seat)
         return await reset(*args, **kwargs)
 
     binding.patches.set(agent, "on_messages_stream", on_messages_stream)
     binding.patches.set(agent, "on_messages", on_messages)
     binding.patches.set(agent, "on_reset", on_reset)
+
+
+def forget(seat: Seat) -> None:
+    """What the agent was handed in this episode is gone; in others it may go on."""
+    episode = episode_here(seat)
+    if episode is None:
+        seat.delivered.clear()
+    else:
+        seat.delivered.pop(episode, None)
 
 
 def patch_executor(agent: Any, seat: Seat, binding: Binding) -> None:

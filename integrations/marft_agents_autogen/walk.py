@@ -130,13 +130,13 @@ def _children(obj: Any) -> Iterator[Any]:
 def _runners(obj: Any) -> Iterator[tuple[str, Any]]:
     """Agents and teams behind the tools of an agent, with the tool's name."""
     benches: Any = getattr(obj, "_workbench", None) or ()
-    tools = list(getattr(obj, "_tools", None) or ())
-    for bench in benches if isinstance(benches, list | tuple) else (benches,):
-        tools += getattr(bench, "_tools", None) or ()
-    for tool in tools:
-        for value in list(getattr(tool, "__dict__", {}).values()):
-            if isinstance(value, ChatAgent | Team):
-                yield str(tool.name), value
+    for bench in (obj, *(benches if isinstance(benches, list | tuple) else (benches,))):
+        renamed: dict[str, Any] = getattr(bench, "_tool_overrides", None) or {}
+        for tool in getattr(bench, "_tools", None) or ():
+            shown = getattr(renamed.get(tool.name), "name", None) or tool.name
+            for value in list(getattr(tool, "__dict__", {}).values()):
+                if isinstance(value, ChatAgent | Team):
+                    yield str(shown), value
 
 
 def _patch_managers(team: Any, seat: Seat, binding: Binding) -> None:

@@ -203,7 +203,10 @@ async def test_an_agent_on_another_api_is_said_when_it_is_wrapped(
         async with async_sdk(server) as sdk:
             assistant = agents.OpenAIAssistantAgent("helper", "helps", sdk, "m", "be brief")
             recorder.wrap(team(assistant, agent("coder", server.url)))
-    assert "'helper' is a OpenAIAssistantAgent" in caplog.text and "not recorded" in caplog.text
+    assert (
+        "'helper' is of the class OpenAIAssistantAgent" in caplog.text
+        and "not recorded" in caplog.text
+    )
 
 
 async def test_what_is_wrapped_stays_its_clients_own_kind() -> None:

@@ -13,6 +13,7 @@ from marft_agents.schema import EpisodeEnded, EpisodeStarted, ToolEvent, Turn
 from marft_agents.testing import InMemoryLog, Reply
 from tests.integrations.autogen_kit import (
     TEAM_IN_TEAM,
+    VERSION,
     Custom,
     agent,
     maybe,
@@ -20,6 +21,7 @@ from tests.integrations.autogen_kit import (
     needs,
     round_robin,
     script,
+    takes,
     team,
     texts,
 )
@@ -64,6 +66,28 @@ async def test_what_a_tool_runs_belongs_to_the_turn_that_called_it(kind: str, st
     assert call.turn_id in reflection.depends_on and nested[-1].turn_id in reflection.depends_on
     assert [t.step for t in log.turns] == [0] * len(log.turns)
     assert [t.name for t in log.of(ToolEvent)] == ["writer"] and _one_episode(log)
+
+
+@AGENT_TOOL
+async def test_a_tool_that_a_workbench_shows_under_another_name() -> None:
+    workbenches = pytest.importorskip("autogen_core.tools")
+    if not takes(workbenches.StaticWorkbench, "tool_overrides"):
+        pytest.skip(f"autogen-agentchat {VERSION} has no tool overrides")
+    replies: Any = {
+        "planner": [Reply(None, [("poet", {"task": "write"})]), "here it is"],
+        "writer": "a sea",
+    }
+    with recording(script(**replies)) as (server, recorder, log):
+        bench = workbenches.StaticWorkbench(
+            [AgentTool(agent("writer", server.url))],
+            {"writer": workbenches.ToolOverride(name="poet")},
+        )
+        planner = agent("planner", server.url, workbench=bench, reflect_on_tool_use=True)
+        await recorder.wrap(planner).run(task="go")
+    call, writer, reflection = log.turns
+    assert _families([writer]) == [("writer", "planner", call.turn_id)]
+    assert reflection.depends_on == [call.turn_id, writer.turn_id]
+    assert [(t.name, t.agent) for t in log.of(ToolEvent)] == [("poet", "planner")]
 
 
 @AGENT_TOOL

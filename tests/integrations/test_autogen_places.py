@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import Any
 
@@ -113,7 +114,12 @@ def test_threads_with_loops_of_their_own_and_one_recorder() -> None:
 class Elsewhere(Custom):
     """Asks its model in a thread that takes no context along, on a loop of its own."""
 
+    waits_for: Any = None
+
     async def answer(self, messages: Any, cancellation_token: Any) -> str:
+        if self.waits_for is not None:
+            await self.waits_for()
+
         def ask() -> str:
             return asyncio.run(self.ask(vars(self)["llm"], messages))
 
@@ -126,6 +132,19 @@ async def test_a_call_from_a_thread_without_context_is_its_agents() -> None:
         await recorder.wrap(pair).run(task="go")
     (turn,) = log.turns
     assert turn.agent == "planner" and turn.token_ids
+
+
+async def test_a_call_that_could_be_of_two_runs_is_nobodys_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with recording() as (server, recorder, log), caplog.at_level(logging.WARNING, "marft_agents"):
+        shared = Elsewhere("planner", llm=model("planner", server.url))
+        pairs = [recorder.wrap(team(shared, turns=1)) for _ in range(2)]
+        both = asyncio.Barrier(2)
+        shared.waits_for = both.wait
+        await asyncio.gather(*(pair.run(task="go") for pair in pairs))
+    assert log.turns == [] and len(log.of(EpisodeEnded)) == 2
+    assert caplog.text.count("is in several runs at once") == 1
 
 
 async def test_two_recorders_one_for_each_of_two_nested_teams() -> None:

@@ -256,6 +256,9 @@ async def test_close_takes_everything_off_and_another_recorder_may_come() -> Non
         assert all(
             a[k] is b[k] for b, a in zip(before, after, strict=True) for k in b if "client" in k
         )
+        managers = vars(vars(team)["_runtime"])["_instantiated_agents"].values()
+        held = [vars(m)["_model_client"] for m in managers if "_model_client" in vars(m)]
+        assert [type(c) for c in held] == [OpenAIChatCompletionClient]
         await team.run(task="not recorded")
         with MarftRecorder(log=second) as recorder:
             recorder.wrap(team)

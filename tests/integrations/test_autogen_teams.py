@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+from autogen_agentchat.base import TaskResult, Team
 from autogen_agentchat.conditions import HandoffTermination
-from autogen_agentchat.messages import HandoffMessage
+from autogen_agentchat.messages import HandoffMessage, TextMessage
 from autogen_agentchat.teams import (
     BaseGroupChat,
     MagenticOneGroupChat,
@@ -16,9 +17,10 @@ from autogen_agentchat.teams import (
     Swarm,
 )
 from autogen_agentchat.teams._group_chat._base_group_chat_manager import BaseGroupChatManager
+from autogen_core import CancellationToken
 from autogen_core.models import UserMessage
 
-from marft_agents.schema import EpisodeEnded, HumanEvent, ToolEvent, Turn
+from marft_agents.schema import EpisodeEnded, EpisodeStarted, HumanEvent, ToolEvent, Turn
 from marft_agents.testing import Reply
 from tests.integrations.autogen_kit import agent, known, maybe, model, needs, script, takes
 from tests.recording.kit import recording
@@ -255,3 +257,53 @@ async def test_a_team_of_the_users_own_whose_manager_makes_its_own_client() -> N
     assert sorted(t.agent for t in first) == sorted(speakers)
     assert {t.selected_by for t in first} == {chosen.turn_id}
     assert (log.turns[-1].agent, log.turns[-1].selected_by) == ("coder", log.turns[-2].turn_id)
+
+
+class Relay(Team):
+    """A team of a user's own that is no group chat: it asks its agents itself, in order."""
+
+    @property
+    def name(self) -> str:
+        return "relay"
+
+    @property
+    def description(self) -> str:
+        return "one after the other"
+
+    def __init__(self, *members: Any) -> None:
+        self.members = members
+
+    async def run(self, *, task: Any = None, **options: Any) -> TaskResult:
+        results = [item async for item in self.run_stream(task=task)]
+        return results[-1]
+
+    async def run_stream(self, *, task: Any = None, **options: Any) -> AsyncGenerator[Any, None]:
+        said: list[Any] = [TextMessage(content=task, source="user")]
+        for member in self.members:
+            response = await member.on_messages(said[-1:], CancellationToken())
+            said.append(response.chat_message)
+            yield said[-1]
+        yield TaskResult(messages=said)
+
+    async def reset(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def save_state(self) -> Any:
+        return {}
+
+    async def load_state(self, state: Any) -> None: ...
+
+
+async def test_a_team_of_the_users_own_that_is_no_group_chat() -> None:
+    with recording() as (server, recorder, log):
+        relay = recorder.wrap(Relay(agent("planner", server.url), agent("coder", server.url)))
+        await relay.run(task="go")
+        async for _ in relay.run_stream(task="again"):
+            pass
+    assert [t.agent for t in log.turns] == ["planner", "coder"] * 2
+    assert [e.task for e in log.of(EpisodeStarted)] == ["go", "again"]
+    assert log.turns[1].depends_on == [log.turns[0].turn_id]
+    assert {t.parent_agent for t in log.turns} == {None}
