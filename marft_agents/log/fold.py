@@ -117,8 +117,6 @@ def with_known_turns(turn: Turn, same_as: dict[str, str]) -> Turn:
     """The turn naming the turns that stayed in place of those that went."""
     if not same_as:
         return turn
-    if not same_as:
-        return turn
     named = {turn.selected_by, turn.parent_turn, *turn.depends_on}
     if same_as.keys().isdisjoint(named):
         return turn
