@@ -159,3 +159,12 @@ def test_no_key_is_in_the_log(house: House) -> None:
         desk.post(CHAT, {"model": "router", "messages": HELLO}, headers=key)
         assert len(desk.turns) == 2
         assert "sk-secret" not in "".join(event.model_dump_json() for event in desk.events)
+
+
+def test_secrets_in_prompts_are_masked_in_the_log_only(desk: RecordingStage) -> None:
+    said = "the key is api_key=sk-abcdefghijklmnopqrstuvwxyz012345"
+    desk.ask(messages=[{"role": "user", "content": said}])
+    assert desk.stage.engine.seen[-1].body["messages"][0]["content"] == said
+    (turn,) = desk.turns
+    assert "abcdefghijkl" not in turn.model_dump_json()
+    assert turn.redacted and not turn.trainable
