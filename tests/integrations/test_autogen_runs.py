@@ -18,7 +18,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 from autogen_core import CancellationToken, SingleThreadedAgentRuntime
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from marft_agents.errors import IntegrationError, MissingExtraError
+from marft_agents.errors import ConfigError, IntegrationError, MissingExtraError
 from marft_agents.recording import EpisodeHandle, MarftRecorder
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, RewardEvent, Turn
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
@@ -363,3 +363,17 @@ def test_only_teams_and_agents_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setitem(__import__("sys").modules, "marft_agents_autogen.walk", None)
         with pytest.raises(MissingExtraError, match=r"pip install 'marft-agents\[agentchat\]'"):
             recorder.wrap(round_robin(server.url))
+
+
+def test_mistakes_in_wrapping_name_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with recording() as (server, recorder, _):
+        team = round_robin(server.url)
+        before = set(vars(team))
+        with pytest.raises(ConfigError, match=r"unknown option; .* end, on_end"):
+            recorder.wrap(team, ending="terminated")
+        with pytest.raises(ConfigError, match="one of auto, terminated"):
+            recorder.wrap(team, end="truncated")
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "0.8.1")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] a fake
+        with pytest.raises(IntegrationError, match=r"0\.8\.1 is installed.*>=0\.4\.9,<0\.8"):
+            recorder.wrap(team)
+        assert set(vars(team)) == before
