@@ -92,7 +92,16 @@ def _a_initiate_chat(original: Any) -> Any:
     return a_initiate_chat
 
 
-_POSITIONS = ("recipient", "clear_history", "silent", "cache", "max_turns")
+_POSITIONS = (
+    "recipient",
+    "clear_history",
+    "silent",
+    "cache",
+    "max_turns",
+    "summary_method",
+    "summary_args",
+    "message",
+)
 
 
 def _chat(sender: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Border:

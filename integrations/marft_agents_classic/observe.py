@@ -258,13 +258,20 @@ def _unnoticed(speech: Speech, said: Any) -> None:
     match = _EXECUTED.match(said) if isinstance(said, str) else None
     if match is not None and getattr(speech.agent, "_code_executor", None) is not None:
         _ran(speech, (), int(match[1]), said[match.end() :])
-    elif isinstance(said, Mapping) and said.get("role") == "user" and len(said) <= 2:
-        _heard(speech.seat, speech, said.get("content"))  # how AutoGen hands on a human's reply
+    elif _is_human(speech.agent, said):
+        _heard(speech.seat, speech, said.get("content"))
     elif _is_assistant(speech.agent) and text_of(said):
         call = ModelCall(speech.episode, speech.seat.name)
         messages = [cast("dict[str, Any]", m) for m in speech.messages if isinstance(m, Mapping)]
         call.finish(unseen=Unseen(messages, text_of(said)))
         speech.turns += call.turn_ids
+
+
+def _is_human(agent: Any, said: Any) -> bool:
+    """Whether this is how AutoGen hands on what a human said to a method that was put in later."""
+    asked = getattr(agent, "human_input_mode", "NEVER") != "NEVER"
+    default = getattr(agent, "_default_auto_reply", None)
+    return asked and isinstance(said, Mapping) and said.get("role") == "user" and said != default
 
 
 def _is_assistant(agent: Any) -> bool:

@@ -56,9 +56,11 @@ class Run:
             outcome = ("terminated", outcome[1])
         if not self._own:
             sequence = SEQUENCE.get()
+            if self.inner:
+                return
             if sequence is not None:
                 sequence.last = outcome
-            elif not self.inner:
+            else:
                 self.episode.report(*outcome)
             return
         if error is None and self._binding.on_end is not None:

@@ -44,6 +44,7 @@ def wrap_root(
             seat = adopt(agent, binding)
             if seat is not None and not seat.wrapped:
                 seat.wrapped, seat.binding = True, binding
+                binding.seats.add(seat)
     except Exception:
         binding.release()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -248,15 +249,14 @@ def test_a_helper_inside_a_reply_reflects_on_its_behalf() -> None:
 
 @needs("autogen.agentchat.contrib.society_of_mind_agent")
 def test_a_society_of_mind_is_a_chat_inside_its_reply() -> None:
-    from autogen.agentchat.contrib.society_of_mind_agent import SocietyOfMindAgent
-
+    module: Any = importlib.import_module("autogen.agentchat.contrib.society_of_mind_agent")
     script = {"selector": "planner", "planner": "A plan.", "society": "The answer."}
     with recording(script) as (server, recorder, log):
         planner, coder = (assistant(n, server.url) for n in ("planner", "coder"))
         inner = group([planner, coder], server.url, rounds=2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            society = SocietyOfMindAgent(
+            society = module.SocietyOfMindAgent(
                 "society", chat_manager=inner, llm_config=config("society", server.url)
             )
         recorder.wrap(society)
@@ -290,7 +290,7 @@ def test_an_agent_of_the_assistants_api_is_said_to_be_uncaptured(
 
 def test_a_call_outside_of_any_chat_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with recording() as (server, recorder, log), caplog.at_level(logging.WARNING, "marft_agents"):
-        coder = recorder.wrap(assistant("coder", server.url))
+        coder: Any = recorder.wrap(assistant("coder", server.url))
         for _ in range(2):
             coder.client.create(messages=[{"role": "user", "content": "Hm?"}], agent=coder)
     assert not log.turns

@@ -63,6 +63,10 @@ async def test_asynchronous_chats_of_one_queue_are_one_episode() -> None:
     assert len({e.episode_id for e in log.events}) == 1
 
 
+def praise(episode: Any, _result: Any) -> None:
+    episode.reward(1.0)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_nested_chat_is_in_the_episode_and_names_its_parent(mode: str) -> None:
     script = {
@@ -78,7 +82,7 @@ def test_a_nested_chat_is_in_the_episode_and_names_its_parent(mode: str) -> None
             {"recipient": writer, "sender": planner, "max_turns": 2, "silent": True},
         ]
         critic.register_nested_chats(queue, trigger=planner)
-        recorder.wrap([planner, critic], on_end=lambda episode, _result: episode.reward(1.0))
+        recorder.wrap([planner, critic], on_end=praise)
         options: dict[str, Any] = {"message": "Start.", "max_turns": 2, "silent": True}
         if mode == "sync":
             critic.initiate_chat(planner, **options)

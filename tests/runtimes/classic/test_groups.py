@@ -104,7 +104,7 @@ def test_a_group_that_selects_by_itself_is_a_group_all_the_same() -> None:
     from autogen import GroupChatManager
 
     with recording() as (server, recorder, log):
-        members = [user(), *(assistant(n, server.url) for n in NAMES)]
+        members: list[Any] = [user(), *(assistant(n, server.url) for n in NAMES)]
         chat = OneAfterTheOther(members, messages=[], max_round=3)
         manager = GroupChatManager(chat, llm_config=False, silent=True)
         recorder.wrap(manager)
@@ -166,6 +166,7 @@ def test_a_cleared_history_and_an_introduction_cost_no_turn() -> None:
         recorder.wrap(manager)
         starter.initiate_chat(manager, message="Write it.", silent=True)
     assert told(log) == [("select", "chat_manager")] * 2 + [("act", "coder")]
+    assert not log.of(HumanEvent)  # a fixed reply in the user's role is nobody's word
 
 
 def test_a_failed_selection_is_a_failed_turn_and_a_failed_episode() -> None:

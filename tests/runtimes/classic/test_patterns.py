@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -147,7 +148,11 @@ def test_a_guardrail_that_asks_a_model_is_a_guard() -> None:
 @patterns
 @pytest.mark.parametrize("kind", ["pattern", "async pattern"])
 def test_a_group_that_runs_in_a_thread_is_in_the_episode_it_was_started_in(kind: str) -> None:
-    from autogen.agentchat import a_run_group_chat, run_group_chat
+    from autogen import agentchat
+
+    if not hasattr(agentchat, "a_run_group_chat"):
+        pytest.skip(f"autogen {VERSION} has no a_run_group_chat()")
+    a_run_group_chat, run_group_chat = agentchat.a_run_group_chat, agentchat.run_group_chat
 
     async def play(made: Any) -> None:
         response = await a_run_group_chat(pattern=made, messages="Solve it.", max_rounds=4)
@@ -245,7 +250,7 @@ def test_a_nested_chat_of_a_handoff_names_its_parent() -> None:
 
 @needs("autogen.agentchat.contrib.swarm_agent")
 def test_a_swarm_hands_over_as_a_pattern_does() -> None:
-    from autogen.agentchat.contrib import swarm_agent as swarm
+    swarm: Any = importlib.import_module("autogen.agentchat.contrib.swarm_agent")
 
     def script(body: Any) -> Reply | str:
         names = [t["function"]["name"] for t in body.get("tools") or ()]

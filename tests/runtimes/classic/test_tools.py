@@ -43,7 +43,7 @@ def calling(*names: str) -> Reply:
 @pytest.mark.parametrize("tool", [add, slow_add])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 async def test_a_tool_call_is_an_event_of_the_agent_that_made_it(mode: str, tool: Any) -> None:
-    if mode == "sync" and tool is slow_add and VERSION.startswith("0.2"):
+    if mode == "sync" and tool is slow_add and VERSION.startswith(("0.2", "0.9")):
         pytest.skip(f"autogen {VERSION} cannot run a coroutine where a loop runs")
     with recording({"coder": [calling("add", "add"), "It is 5."]}) as (server, recorder, log):
         coder, starter = assistant("coder", server.url), user()
