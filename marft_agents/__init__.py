@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from marft_agents.errors import MarftError
-from marft_agents.recording import MarftRecorder
+from marft_agents.log import Retention
+from marft_agents.recording import MarftRecorder, Redaction
 
 __version__ = "0.1.0"
 
-__all__ = ["MarftError", "MarftRecorder", "__version__"]
+__all__ = ["MarftError", "MarftRecorder", "Redaction", "Retention", "__version__"]

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cli": EVERYTHING,
     "testing": frozenset({"recording", "log", "schema"}),
     "__main__": frozenset({"cli"}),
-    "__init__": frozenset({"recording"}),
+    "__init__": frozenset({"recording", "log"}),
 }
 HEAVY = (
     "torch", "transformers", "peft", "trl", "datasets", "vllm", "numpy",
