@@ -137,6 +137,33 @@ async def test_a_workflow_inside_a_tool_joins_the_run() -> None:
     assert {t.parent_turn for t in log.turns[1:3]} == {log.turns[0].turn_id}
 
 
+async def test_an_episode_inside_a_tool_has_no_part_in_the_outer_one() -> None:
+    """Of the same recorder or of another: the caller's turn is in neither."""
+    script = {
+        "boss": [Reply(None, [("consult", {"question": "how"})]), "so be it"],
+        "planner": "planned",
+        "coder": "coded",
+    }
+    with recording(script) as (server, recorder, log), recording() as (_, other, apart):
+        planner, coder = agent("planner", server.url), agent("coder", server.url)
+        other.wrap(coder)
+        reply = coder.client.get_response
+
+        async def consult(question: str) -> str:
+            """Ask the experts."""
+            with recorder.episode():
+                await planner.run(question)
+            return (await reply([Message("user", [question])])).text
+
+        await ask(recorder.wrap(agent("boss", server.url, tools=[consult])), "go")
+    assert [(t.agent, t.parent_agent) for t in log.turns] == [
+        ("boss", None),
+        ("planner", None),
+        ("boss", None),
+    ]
+    assert len({t.episode_id for t in log.turns}) == 2 and not apart.turns
+
+
 class Answer(BaseModel):
     x: int
 

@@ -244,6 +244,7 @@ async def test_an_agent_stays_what_it_was() -> None:
         planner: Any = recorder.wrap(agent("planner", server.url, client=shared, id=plain.id))
         assert type(planner) is Agent and planner.to_dict() == plain.to_dict()
         assert isinstance(planner.client, OpenAIChatCompletionClient)
+        assert planner.client.__class__ is OpenAIChatCompletionClient
         assert repr(type(planner.client)) == repr(OpenAIChatCompletionClient)
         planner.client.model = "other"
         assert shared.model == "other" and vars(shared) is vars(planner.client)
