@@ -49,7 +49,9 @@ def _anchors(order: Sequence[Turn], agent: str | None) -> dict[str, int]:
 
 def _turn_rewards(episode: Episode, agent: str | None) -> dict[str, float]:
     """Reward per turn id, of the team (``None``) or of one agent."""
-    given = [r for r in episode.rewards if r.agent == agent]
+    given = [r for r in episode.rewards if r.agent == agent and r.turn_id is not None]
+    if not given:
+        return {}
     return episode.model_copy(update={"rewards": given}).turn_rewards
 
 

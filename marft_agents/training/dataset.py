@@ -8,10 +8,12 @@ memory grows with tokens and not with the square of the chat's length.
 
 from __future__ import annotations
 
+import gc
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from marft_agents.credit import dependency_order, is_action, place_rewards
@@ -108,14 +110,28 @@ def read_training_set(episodes: Iterable[Episode], text: TextRenderer | None = N
     turns without log-probabilities are rows too (their ``logprobs`` are empty).
     """
     data = TrainingSet()
-    for episode in episodes:
-        data.episodes_read += 1
-        for turn in episode.turns:
-            data.agents[turn.agent] = data.agents.get(turn.agent, 0) + 1
-        reason = episode.untrainable_reason or _add(data, episode, text)
-        if reason is not None:
-            data.left_out_episodes[reason.split(" (", 1)[0]] += 1
+    with _uncollected():
+        for episode in episodes:
+            data.episodes_read += 1
+            for turn in episode.turns:
+                data.agents[turn.agent] = data.agents.get(turn.agent, 0) + 1
+            reason = episode.untrainable_reason or _add(data, episode, text)
+            if reason is not None:
+                data.left_out_episodes[reason.split(" (", 1)[0]] += 1
     return data
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """No search for cycles meanwhile: reading makes none, and what is kept would be searched again
+    and again as it grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _add(data: TrainingSet, episode: Episode, text: TextRenderer | None) -> str | None:
@@ -199,6 +215,7 @@ def _with_ids(turn: Turn, prompt_ids: list[int], token_ids: list[int]) -> Turn:
 def _row(turn: Turn, episode: int, k: int) -> TurnRow:
     asked = turn.sampling.temperature
     temperature = asked if asked is not None and asked > 1e-5 else 1.0
+    truncated = turn.sampling.truncates_support
     return TurnRow(
         episode=episode,
         k=k,
@@ -208,19 +225,19 @@ def _row(turn: Turn, episode: int, k: int) -> TurnRow:
         token_ids=array("q", turn.token_ids or ()),
         logprobs=array("d", turn.logprobs or ()),
         temperature=temperature,
-        incomparable=_incomparable_reason(turn, temperature),
+        incomparable=_incomparable_reason(turn, temperature, truncated),
         compare_at=1.0 if turn.logprob_mode == "raw" else temperature,
         adapter=turn.adapter_start,
-        off_policy=_off_policy_reason(turn, temperature),
+        off_policy=_off_policy_reason(turn, temperature, truncated),
         words=max(1, len((turn.text or "").split())),
     )
 
 
-def _off_policy_reason(turn: Turn, temperature: float) -> str | None:
+def _off_policy_reason(turn: Turn, temperature: float, truncated: bool) -> str | None:
     """Why no importance ratio can be formed: μ must be the log-probability it was sampled with."""
     if turn.sampling.temperature is not None and turn.sampling.temperature <= 1e-5:
         return "sampled greedily"
-    if turn.sampling.truncates_support:
+    if truncated:
         return "sampled with top-p, top-k, min-p or penalties"
     if turn.logprob_mode != "processed" and temperature != 1:
         return f"{turn.logprob_mode or 'unknown'} log-probabilities at a temperature that is not 1"
@@ -235,14 +252,14 @@ def _dependencies(actions: Sequence[Turn]) -> list[list[int]]:
     ]
 
 
-def _incomparable_reason(turn: Turn, temperature: float) -> str | None:
+def _incomparable_reason(turn: Turn, temperature: float, truncated: bool) -> str | None:
     """Why recorded log-probabilities are not those of a tempered softmax over the vocabulary.
 
     Raw ones always are, before any truncation or penalty.
     """
     if turn.logprob_mode == "raw":
         return None
-    if turn.sampling.truncates_support:
+    if truncated:
         return "sampled with top-p, top-k, min-p or penalties"
     if turn.logprob_mode is None and temperature != 1:
         return "log-probability mode not recorded and temperature not 1"
