@@ -61,6 +61,7 @@ RUNTIMES: dict[str, Runtime] = {
     "classic-ag2": Runtime(("ag2[openai]==0.14.0", "diskcache", "pillow"), CLASSIC),
     "classic-pyautogen09": Runtime(("pyautogen[openai]==0.9", "pillow"), CLASSIC),
     "classic-pyautogen02": Runtime(("pyautogen==0.2.35", "pillow"), CLASSIC),
+    "classic-agentchat02": Runtime(("autogen-agentchat==0.2.40", "pillow"), CLASSIC),
     "agent-framework": Runtime(
         (
             "agent-framework-core==1.23.0",
