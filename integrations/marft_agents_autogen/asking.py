@@ -78,8 +78,12 @@ def begin(
 ) -> Ask | None:
     """A call through the seat's client starts; ``None`` outside any episode."""
     messages = kwargs["messages"] if "messages" in kwargs else args[0] if args else ()
-    frame = here(seat) if shared else own_frame(seat)
-    seat = frame.seat if shared and frame is not None else seat
+    frame = own_frame(seat)
+    if shared:  # it is the speaker's; outside any speech it may be anybody's
+        frame = here(seat) or frame
+        if frame is None:
+            return None
+        seat = frame.seat
     around = frame or here(seat)
     episode = around.episode if around else seat.recorder.current()
     if episode is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
+from autogen_agentchat.base import ChatAgent, Team
 from autogen_core.models import ChatCompletionClient
 
 from marft_agents.recording import ConfigError
@@ -21,17 +22,50 @@ from marft_agents_autogen.seats import Binding, Seat
 
 def patch_clients(holder: Any, seat: Seat, binding: Binding) -> None:
     """Record every model client among the attributes of ``holder``, once."""
-    for name, value in list(vars(holder).items()):
+    for name, value in _attributes(holder).items():
         if isinstance(value, ChatCompletionClient):
-            client = not_recorded(value)
-            if client is not None:
-                capture_sdk(seat, client)
-                binding.patches.set(holder, name, RecordingClient(client, seat))
+            _stand_in(holder, name, value, seat, binding)
         elif isinstance(value, list | dict):
             if _fill(cast("Any", value), seat):
                 binding.undo.append(_emptying(weakref.ref(holder), name, seat))
         elif from_openai(value) and not seat.is_team:
             _own_sdk(holder, value, seat)
+        elif _of_the_same_code(value, holder):
+            _helper(value, seat, binding)
+
+
+def _helper(value: Any, seat: Seat, binding: Binding) -> None:
+    """An object of the app around a client; others may hold it, too, or it may be frozen."""
+    for name, client in _attributes(value).items():
+        if isinstance(client, ChatCompletionClient):
+            with suppress(Exception):  # said when the agent answers and no call was seen
+                weakref.ref(value)
+                _stand_in(value, name, client, seat, binding, shared=True)
+
+
+def _attributes(holder: Any) -> dict[str, Any]:
+    """What an object has, and the clients that its class gives it."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(holder).__mro__):
+        found |= {n: v for n, v in vars(base).items() if isinstance(v, ChatCompletionClient)}
+    return found | vars(holder)
+
+
+def _of_the_same_code(value: Any, holder: Any) -> bool:
+    """Whether a plain object comes from the package that the app's own ``holder`` comes from."""
+    if isinstance(value, type | ChatAgent | Team) or not hasattr(value, "__dict__"):
+        return False
+    root = type(holder).__module__.split(".")[0]
+    return not root.startswith("autogen_") and type(value).__module__.split(".")[0] == root
+
+
+def _stand_in(
+    holder: Any, name: str, value: Any, seat: Seat, binding: Binding, *, shared: bool = False
+) -> None:
+    client = not_recorded(value)
+    if client is not None:
+        capture_sdk(seat, client)
+        binding.patches.set(holder, name, RecordingClient(client, seat, shared=shared))
 
 
 def patch_manager(manager: Any, seat: Seat, binding: Binding) -> None:

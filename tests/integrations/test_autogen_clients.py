@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -159,6 +160,55 @@ async def test_clients_in_a_container_that_agents_share_are_each_speakers_own(ki
     assert {t.model for t in log.turns} == {"fast", "slow"}
     held = list(clients.values()) if kind is dict else clients
     assert held[0] is fast and held[1] is slow
+
+
+class Brain:
+    """A user's own object around a client."""
+
+    def __init__(self, client: ChatCompletionClient) -> None:
+        self.client = client
+
+
+class Thinking(Custom):
+    """Asks the client of its brain, and one that its class has."""
+
+    common: ChatCompletionClient
+
+    async def answer(self, messages: Any, cancellation_token: Any) -> str:
+        thought = await self.ask(vars(self)["brain"].client, messages)
+        return thought + await self.ask(self.common, messages)
+
+
+async def test_clients_of_a_helper_and_of_a_class_are_the_speakers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with recording() as (server, recorder, log):
+        own, common = model("own", server.url), model("common", server.url)
+        monkeypatch.setattr(Thinking, "common", common, raising=False)
+        brain = Brain(own)
+        pair = team(*(Thinking(name, brain=brain) for name in ("planner", "coder")), turns=2)
+        await recorder.wrap(pair).run(task="go")
+        async with recorder.episode(id="a judge's"):
+            assert await brain.client.create([UserMessage(content="fair?", source="user")])
+    assert [(t.agent, t.model) for t in log.turns] == [
+        (name, client) for name in ("planner", "coder") for client in ("own", "common")
+    ]
+    assert brain.client is own and Thinking.common is common
+
+
+@dataclass(frozen=True)
+class Frozen:
+    client: ChatCompletionClient
+
+
+async def test_a_helper_that_cannot_be_touched_is_left_alone() -> None:
+    with recording() as (server, recorder, log):
+        thinker = Thinking("planner", brain=Frozen(model("own", server.url)))
+        vars(thinker)["common"] = vars(thinker)["brain"].client
+        before = dict(vars(vars(thinker)["brain"]))
+        await recorder.wrap(team(thinker, turns=1)).run(task="go")
+        assert vars(vars(thinker)["brain"]) == before
+    assert [t.agent for t in log.turns] == ["planner"]
 
 
 class Raw(Custom):
