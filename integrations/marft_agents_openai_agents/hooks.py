@@ -14,6 +14,7 @@ from marft_agents_openai_agents.binding import binding_of
 from marft_agents_openai_agents.guards import watch_guardrails
 from marft_agents_openai_agents.models import adopt_model
 from marft_agents_openai_agents.runs import Run
+from marft_agents_openai_agents.tools import agent_behind
 
 
 class RecordingHooks(RunHooks[Any]):
@@ -48,7 +49,7 @@ class RecordingHooks(RunHooks[Any]):
     async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
         with self._run.safety.guard("record a tool"):
             name = str(getattr(tool, "name", type(tool).__name__))
-            is_agent = bool(getattr(tool, "_is_agent_tool", False))
+            is_agent = agent_behind(tool) is not None
             self._run.tool_ended(_key(context, tool), name, result, is_agent)
         await self._inner.on_tool_end(context, agent, tool, result)
 

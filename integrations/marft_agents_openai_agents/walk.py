@@ -17,6 +17,7 @@ from marft_agents_openai_agents.doors import DOORS
 from marft_agents_openai_agents.guards import watch_guardrails
 from marft_agents_openai_agents.models import adopt_model
 from marft_agents_openai_agents.runner import open_runner
+from marft_agents_openai_agents.tools import agent_behind
 
 
 def wrap_root(
@@ -69,7 +70,7 @@ def reachable(root: Any) -> Iterator[Any]:
         for handoff in getattr(agent, "handoffs", None) or ():
             waiting.append(_target(handoff) if isinstance(handoff, Handoff) else handoff)
         for tool in getattr(agent, "tools", None) or ():
-            waiting.append(getattr(tool, "_agent_instance", None))
+            waiting.append(agent_behind(tool))
 
 
 def _target(handoff: Any) -> Any:

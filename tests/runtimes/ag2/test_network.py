@@ -224,3 +224,16 @@ async def test_a_failing_turn_does_not_end_the_channel(
     (turn,), (ended,) = log.turns, log.of(EpisodeEnded)
     assert "no model 'coder'" in (turn.error or "")
     assert (ended.reason, ended.detail) == ("terminated", "the hub was closed")
+
+
+async def test_short_words_on_a_channel_are_linked(
+    recorder: MarftRecorder, log: InMemoryLog
+) -> None:
+    with ScriptedServer(lambda body: "yes") as server:
+        hub = recorder.wrap(await open_hub())
+        members = await joined(hub, team(server.url))
+        await on_channel(hub, members, "Ready?", relay(members, 3))
+        await hub.close()
+    recorder.flush()
+    coder, critic = log.turns
+    assert critic.depends_on == [coder.turn_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 from typing import Any
@@ -11,6 +12,7 @@ from agents import (
     Agent,
     GuardrailFunctionOutput,
     InputGuardrailTripwireTriggered,
+    Model,
     ModelResponse,
     ModelSettings,
     OpenAIProvider,
@@ -304,3 +306,82 @@ async def test_strict_tools_are_said_once_and_loose_ones_trained_on(
     assert [t.trainable for t in calls] == [offer.get("strict") is not True for offer in offers]
     said = [r.getMessage() for r in caplog.records if "strict tools" in r.getMessage()]
     assert len(said) == (1 if offers[0].get("strict") else 0) and calls[-1].trainable
+
+
+async def test_agents_behind_tools_that_are_called_at_once(
+    recorder: MarftRecorder, log: InMemoryLog
+) -> None:
+    both = [("code", {"input": "it"}), ("judge", {"input": "it"})]
+
+    def script(body: Any) -> Reply | str:
+        first = body["model"] == "planner" and not any(
+            m["role"] == "tool" for m in body["messages"]
+        )
+        return Reply(tool_calls=both) if first else f"{body['model']} has spoken"
+
+    with ScriptedServer(script) as server:
+        tools: list[Any] = [
+            agent(name, server.url).as_tool(tool, tool)
+            for name, tool in (("coder", "code"), ("critic", "judge"))
+        ]
+        await play(recorder.wrap(agent("planner", server.url, tools=tools)), "go")
+    recorder.flush()
+    asked = log.turns[0]
+    inner = [t for t in log.turns if t.agent != "planner"]
+    assert sorted(t.agent for t in inner) == ["coder", "critic"]
+    assert {(t.parent_agent, t.parent_turn) for t in inner} == {("planner", asked.turn_id)}
+    assert {t.step for t in log.turns} == {0}
+
+
+async def test_a_guard_that_asks_an_agent_while_the_guarded_one_works(
+    recorder: MarftRecorder, log: InMemoryLog
+) -> None:
+    working = asyncio.Event()
+
+    @function_tool
+    async def work() -> str:
+        """Work while the guard looks."""
+        working.set()
+        return "worked"
+
+    script = calls_once({"planner": ("work", {}), "guard": ("look_up", {"input": "rules"})})
+    with ScriptedServer(script) as server:
+        rules: Any = agent("rules", server.url).as_tool("look_up", "knows the rules")
+        guard = agent("guard", server.url, tools=[rules])
+
+        @input_guardrail
+        async def polite(context: Any, agent: Any, given: Any) -> GuardrailFunctionOutput:
+            await working.wait()
+            await Runner.run(guard, "is this polite?")
+            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=False)
+
+        planner = agent("planner", server.url, tools=[work], input_guardrails=[polite])
+        await play(recorder.wrap(planner), "go")
+    recorder.flush()
+    asked, *_ = guards = [t for t in log.turns if t.kind == "guard"]
+    assert [t.agent for t in guards] == ["guard", "rules", "guard"]
+    assert (asked.parent_agent, asked.parent_turn) == ("planner", None)
+    assert (guards[1].parent_agent, guards[1].parent_turn) == ("guard", asked.turn_id)
+
+
+async def test_a_model_that_asks_another_one_is_one_turn(
+    recorder: MarftRecorder, log: InMemoryLog, stream: bool
+) -> None:
+    class Outer(Model):
+        def __init__(self, inner: Model) -> None:
+            self.inner = inner
+
+        async def get_response(self, *args: Any, **kwargs: Any) -> Any:
+            return await self.inner.get_response(*args, **kwargs)
+
+        def stream_response(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner.stream_response(*args, **kwargs)
+
+    with ScriptedServer() as server:
+        shared = model("base", server.url)
+        recorder.wrap(agent("coder", server.url, model=shared))
+        planner = recorder.wrap(agent("planner", server.url, model=Outer(shared)))
+        await play(planner, "go", stream=stream)
+    recorder.flush()
+    (turn,) = log.turns
+    assert turn.agent == "planner" and turn.token_ids
