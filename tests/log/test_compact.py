@@ -18,7 +18,7 @@ from marft_agents.log.compact import compact
 from marft_agents.log.encode import encode_line
 from marft_agents.log.living import SILENT_S, writer_of
 from marft_agents.log.writer import host_name
-from marft_agents.schema import Episode, EpisodeEnded, EpisodeStarted, RewardEvent
+from marft_agents.schema import EditEvent, Episode, EpisodeEnded, EpisodeStarted, RewardEvent
 from tests.log.events import at, some_line, turn
 
 
@@ -73,6 +73,22 @@ def log(folder: Path, *episodes: str) -> Path:
             writer.write(RewardEvent(episode_id=name, time=at(3), value=1.0))
             writer.write(EpisodeEnded(episode_id=name, time=at(4)))
     return folder
+
+
+def test_a_reward_of_a_duplicate_supersedes_that_of_the_turn(tmp_path: Path) -> None:
+    source = tmp_path / "logs"
+    with LogWriter(source) as writer:
+        writer.write(turn(0, response_id="r"))
+        writer.write(turn(1, turn_id="copy", response_id="r"))
+        writer.write(RewardEvent(episode_id="e", time=at(2), value=0.0, turn_id="t0"))
+        writer.write(RewardEvent(episode_id="e", time=at(3), value=1.0, turn_id="copy"))
+        writer.write(EditEvent(episode_id="e", time=at(2), text="first", turn_id="copy"))
+        writer.write(EditEvent(episode_id="e", time=at(3), text="last", turn_id="t0"))
+    done = compact([source], tmp_path / "out")
+    assert (done.events, done.left_out) == (3, 3)
+    (episode,) = read(tmp_path / "out")[1].values()
+    assert episode.turn_rewards == {"t0": 1.0}
+    assert episode.turns[0].edited_text == "last"
 
 
 def test_episodes_are_contiguous_in_files_of_the_size_asked_for(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from marft_agents.log.records import plain_episode, read_line
 from marft_agents.schema import (
     AnyEvent,
     EditEvent,
-    Turn,
 )
 from tests.log.events import at, some_line, turn
 
@@ -172,9 +171,21 @@ def test_edits_replace_text_by_time_and_not_by_place(tmp_path: Path) -> None:
 def test_a_run_longer_than_one_read_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines = [encode_line(turn(n)) for n in range(50)]
     monkeypatch.setattr(reader, "_RUN", 2000)
-    data = b"".join(encode_line(turn(n)) for n in range(50))
+    sizes: list[int] = []
+    monkeypatch.setattr(reader, "_Files", _sizing(sizes))
+    data = b"".join(lines)
     (tmp_path / "a.jsonl").write_bytes(data)
     (episode,) = LogReader(tmp_path).episodes()
     assert [t.turn_id for t in episode.turns] == [f"t{n}" for n in range(50)]
-    assert all(isinstance(t, Turn) for t in episode.turns)
+    assert sum(sizes) == len(data) and max(sizes) < 2000 + max(map(len, lines))
+
+
+def _sizing(sizes: list[int]) -> type:
+    class Sizing(reader._Files):  # pyright: ignore[reportPrivateUsage]
+        def read(self, entry: Entry) -> bytes:
+            sizes.append(entry.length)
+            return super().read(entry)
+
+    return Sizing

@@ -300,13 +300,14 @@ def test_case_23_retries_and_duplicates(tmp_path: Path) -> None:
 def test_a_duplicate_in_another_file_and_what_pointed_at_it(tmp_path: Path) -> None:
     first = turn(0, response_id="r")
     again = turn(1, response_id="r", turn_id="copy")
-    after = turn(2, depends_on=["copy", "t0"])
+    after = turn(2, depends_on=["copy", "t0"], selected_by="copy", parent_turn="copy")
     reward = RewardEvent(episode_id="e", value=1.0, turn_id="copy")
     save(tmp_path / "a.jsonl", again, after, reward)
     save(tmp_path / "b.jsonl", first)
     reader = LogReader(tmp_path)
     (episode,) = reader.episodes()
     assert [(t.turn_id, t.depends_on) for t in episode.turns] == [("t0", []), ("t2", ["t0"])]
+    assert (episode.turns[1].selected_by, episode.turns[1].parent_turn) == ("t0", "t0")
     assert episode.turn_rewards == {"t0": 1.0}
     assert reader.duplicates == 1
 
