@@ -19,15 +19,11 @@ from marft_agents.log import LogWriter, Retention
 from marft_agents.recording.capture import Claim, capture
 from marft_agents.recording.core import Core, Inject, Models, random_id, utc_now
 from marft_agents.recording.defaults import episode_defaults
-from marft_agents.recording.episode import (
-    LiveEpisode,
-    current_episode,
-    give_edit,
-    give_reward,
-)
+from marft_agents.recording.episode import LiveEpisode, current_episode
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
 from marft_agents.recording.integrations import find_integration
 from marft_agents.recording.redact import Redact, Redactor
+from marft_agents.recording.reviews import give_edit, give_reward
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import CAPACITY, CAPACITY_BYTES, EventLog, Sink
 from marft_agents.schema import Event

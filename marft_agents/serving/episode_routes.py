@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 
-from marft_agents.recording.episode import reward_event
+from marft_agents.recording.reviews import reward_event
 from marft_agents.schema import EndReason, JsonDict
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
