@@ -155,6 +155,8 @@ class Speech:
     def finished(self) -> None:
         self.order = next(_counter)
         self.seat.spoken[id(self.partner)] = self
+        self.partner = self.outer = None  # what is kept keeps nobody else
+        self.messages = self.messages[-1:]
 
 
 def own_speech(recorder: MarftRecorder, speech: Speech | None) -> Speech | None:

@@ -123,6 +123,33 @@ def test_the_summary_of_a_nested_chat_belongs_to_it() -> None:
     assert outer.agent == "planner" and summary.turn_id in outer.depends_on
 
 
+def test_the_limit_of_a_nested_chat_says_nothing_of_the_episode() -> None:
+    script = {"planner": ["Ask.", "Thanks. TERMINATE"], "writer": "A draft."}
+    with recording(script) as (server, recorder, log):
+        planner, writer = assistant("planner", server.url), assistant("writer", server.url)
+        boss = user("boss")
+        queue = [{"recipient": writer, "message": "Write.", "max_turns": 1, "silent": True}]
+        boss.register_nested_chats(queue, trigger=planner)
+        recorder.wrap(boss)
+        with recorder.episode():
+            boss.initiate_chat(planner, message="Start.", max_turns=2, silent=True)
+    assert len(log.turns) == 3 and endings(log) == [("terminated", "TERMINATE")]
+
+
+def test_a_text_changed_on_its_way_out_is_still_its_turns() -> None:
+    def censor(sender: Any, message: Any, recipient: Any, silent: Any) -> Any:
+        return "Something else entirely."
+
+    with recording({"planner": "A plan.", "coder": "Code."}) as (server, recorder, log):
+        planner, coder = (assistant(n, server.url) for n in ("planner", "coder"))
+        planner.register_hook("process_message_before_send", censor)
+        recorder.wrap([planner, coder])
+        coder.initiate_chat(planner, message="Plan it.", max_turns=2, silent=True)
+    plan, code = log.turns[:2]
+    assert code.messages[-1]["content"] == "Something else entirely."
+    assert code.depends_on == [plan.turn_id]
+
+
 def test_agents_in_one_chat_after_the_other_are_never_filed_under_the_first() -> None:
     with recording() as (server, recorder, log):
         coder, starter = assistant("coder", server.url), user()
@@ -139,10 +166,22 @@ def test_agents_in_one_chat_after_the_other_are_never_filed_under_the_first() ->
         assert tasks[turn.episode_id] == asked or (turn.episode_id, asked) == ("mine", "four")
 
 
-async def test_one_agent_with_several_partners_at_once_is_in_each_ones_episode() -> None:
+@pytest.mark.parametrize("mode", ["tasks", "threads"])
+async def test_one_agent_with_several_partners_at_once_is_in_each_ones_episode(mode: str) -> None:
     with recording() as (server, recorder, log):
         coder = recorder.wrap(assistant("coder", server.url))
         users = [user(f"user{i}") for i in range(4)]
+        if mode == "threads":
+
+            def play(one: Any) -> None:
+                one.initiate_chat(coder, message=f"I am {one.name}.", max_turns=2, silent=True)
+
+            threads = [threading.Thread(target=play, args=(u,)) for u in users]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            users = []
         await asyncio.gather(
             *(
                 u.a_initiate_chat(coder, message=f"I am {u.name}.", max_turns=2, silent=True)

@@ -106,6 +106,22 @@ def test_agents_met_in_a_chat_start_no_episodes_of_their_own() -> None:
     assert told(log) == [("act", "coder")]
 
 
+def test_an_agent_met_first_and_wrapped_later_comes_off_too() -> None:
+    with recording() as (server, recorder, _log):
+        planner, coder = (assistant(n, server.url) for n in ("planner", "coder"))
+        recorder.wrap(planner)
+        planner.initiate_chat(coder, message="Hm?", max_turns=1, silent=True)
+        recorder.wrap(coder)
+        coder.reset()
+        getattr(coder, "_max_consecutive_auto_reply_dict").clear()  # noqa: B009 keeps partners
+        gone = weakref.ref(planner)
+        del planner
+        gc.collect()
+        assert gone() is None
+        recorder.close()
+        assert "_marft_seat" not in vars(coder) and "send" not in vars(coder)
+
+
 def test_a_copy_of_a_wrapped_agent_is_an_agent_of_its_own() -> None:
     with recording() as (server, recorder, log):
         coder = recorder.wrap(user("coder", default_auto_reply="Mine."))
