@@ -11,9 +11,9 @@ import re
 import time
 from pathlib import Path
 
-from marft_agents.log.writer import host_name
+from marft_agents.log.segment import host_name, in_use
 
-SILENT_S = 3600.0
+SILENT_S = 86_400.0
 """Seconds without a write after which a segment of another machine counts as finished."""
 _SEGMENT = re.compile(r"events-\d{8}T\d{6}Z-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.jsonl")
 
@@ -25,7 +25,8 @@ def writer_of(path: Path, *, now: float | None = None) -> str | None:
         return None
     pid = int(match["pid"])
     if match["host"] == host_name():
-        return f"process {pid}" if _has_open(pid, path) else None
+        locked = os.access(path, os.W_OK) and in_use(path)
+        return f"process {pid}" if locked or _has_open(pid, path) else None
     age = (time.time() if now is None else now) - path.stat().st_mtime
     return f"process {pid} on {match['host']}" if age < SILENT_S else None
 

@@ -17,7 +17,7 @@ from marft_agents.log import LogReader, LogWriter
 from marft_agents.log.compact import compact
 from marft_agents.log.encode import encode_line
 from marft_agents.log.living import SILENT_S, writer_of
-from marft_agents.log.writer import host_name
+from marft_agents.log.segment import host_name
 from marft_agents.schema import EditEvent, Episode, EpisodeEnded, EpisodeStarted, RewardEvent
 from tests.log.events import at, some_line, turn
 
