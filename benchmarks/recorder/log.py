@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.recorder.log_child import JOBS
 from benchmarks.recorder.log_made import LAYOUTS, PROMPT, REPLY, write_log
+from benchmarks.recorder.log_report import cells
 from benchmarks.records import Record, Results, load_now, machine
 from benchmarks.stats import median
 
@@ -69,12 +70,8 @@ def run(turns: int, repeats: int, results: Results, scratch: Path) -> None:
 
 def summary(records: Sequence[Record]) -> list[str]:
     """A line a job, layout and size: median of turns per second, its spread, peak memory."""
-    cells: dict[tuple[int, str, str], list[Record]] = {}
-    for record in records:
-        cell = (record["log_turns"], record["job"], record["layout"])
-        cells.setdefault(cell, []).append(record)
     lines: list[str] = []
-    for (turns, job, layout), seen in sorted(cells.items()):
+    for (turns, layout, job), seen in sorted(cells(records).items()):
         speeds = sorted(r["turns_per_second"] for r in seen)
         lines.append(
             f"{turns:>9,} turns, {layout:5} {job:8} {median(speeds):>7,.0f} turns/s a core"

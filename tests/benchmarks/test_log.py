@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.recorder.log import KEY, main, schedule, summary
 from benchmarks.recorder.log_made import AGENTS, LAYOUTS, PROMPT, REPLY, TURNS, write_log
+from benchmarks.recorder.log_report import reading
 from benchmarks.records import Results
 from marft_agents.log import LogReader
 from marft_agents.log.checking import check
@@ -44,8 +45,10 @@ def test_every_job_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     main(["--quick", "--out", str(out), "--scratch", str(tmp_path)])
     records = Results(out, KEY).read()
     assert len(records) == len(schedule(1)) == 6
-    assert all(r["turns"] == 2000 and r["peak_mib"] > 10 for r in records)
+    assert all(r["turns"] == 2000 and 10 < r["libraries_mib"] < 120 for r in records)
     assert summary(records)[0] in capsys.readouterr().out
+    rows = [line for line in reading(records) if line.startswith("| 2,000 |")]
+    assert len(rows) == 6 and "64 episodes at a time | rows for training" in rows[3]
     size = out.stat().st_size
     main(["--quick", "--out", str(out)])
     assert out.stat().st_size == size
