@@ -25,9 +25,9 @@ def reading(records: Sequence[Record]) -> list[str]:
         "## Reading a log",
         "",
         f"Made logs with turns of {tokens} tokens and ten turns an episode; each reading is a"
-        " process of its own. Turns per second are of processor time, on one core: the median, and the"
-        " slowest and fastest repeat. Memory is the highest of any repeat, and in brackets what the"
-        " modules take before the log is opened.",
+        " process of its own. Turns per second are of processor time, on one core: the median, and"
+        " the slowest and fastest repeat. Memory is the highest of any repeat, and in brackets what"
+        " the modules take before the log is opened.",
         "",
         "| turns | log | read as | turns/s a core | peak memory, MiB | repeats |",
         "|---:|---|---|---:|---:|---:|",
