@@ -190,7 +190,9 @@ async def test_a_human_on_a_channel(recorder: MarftRecorder, log: InMemoryLog) -
 async def test_a_channel_that_nobody_closes(log: InMemoryLog, first: str) -> None:
     recorder = MarftRecorder(log=log)
     with ScriptedServer() as server:
-        hub = recorder.wrap(await open_hub())
+        hub = await open_hub()
+        listeners = list(vars(hub)["_listeners"])
+        recorder.wrap(hub)
         before = dict(vars(hub))
         planner, coder = await joined(hub, team(server.url)[:2])
         channel = await planner.open(type="consulting", target="coder")
@@ -208,6 +210,7 @@ async def test_a_channel_that_nobody_closes(log: InMemoryLog, first: str) -> Non
         await hub.close()
     (ended,) = log.of(EpisodeEnded)
     assert ended.detail in ("the hub was closed", "consulting_complete") or first == "recorder"
+    assert vars(hub)["_listeners"] == listeners
     assert "register" in before and "register" not in vars(hub) and "close" not in vars(hub)
 
 

@@ -87,8 +87,9 @@ async def test_an_agent_behind_a_tool_serves_the_turn_that_called_it(
             else coder.as_tool(description="writes code")
         )
         await recorder.wrap(agent("planner", server.url, tools=[tool])).ask("go")
-        while not log.of(EpisodeEnded):  # what goes on in the background is waited for
-            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while not log.of(EpisodeEnded):  # what goes on in the background is waited for
+                await asyncio.sleep(0)
     asked, inner = log.turns[0], next(t for t in log.turns if t.agent == "coder")
     assert (inner.parent_agent, inner.parent_turn) == ("planner", asked.turn_id)
     assert background or inner.turn_id in log.turns[-1].depends_on
@@ -271,6 +272,18 @@ async def test_what_a_middleware_answers_is_no_sample(
     recorder.flush()
     (turn,) = log.turns
     assert turn.cached and turn.text == "from the cache" and "middleware" in caplog.text
+
+
+async def test_a_halted_turn_is_truncated(recorder: MarftRecorder, log: InMemoryLog) -> None:
+    class Halt(BaseMiddleware):
+        async def on_llm_call(self, call_next: Any, events: Any, context: Any) -> ModelResponse:
+            return ModelResponse(ModelMessage("HALTED: too dear"))
+
+    with ScriptedServer() as server:
+        await recorder.wrap(agent("planner", server.url, middleware=[Halt])).ask("go")
+    recorder.flush()
+    (ended,) = log.of(EpisodeEnded)
+    assert (ended.reason, ended.detail) == ("truncated", "HALTED: too dear")
 
 
 def held(planner: Agent[Any]) -> list[Any]:
