@@ -69,6 +69,7 @@ def episode(*rewards: RewardEvent, **fields: Any) -> Episode:
         ({"sampling": Sampling(top_p=0.9)}, None),
         ({"adapter_start": None, "adapter_end": None}, None),
         ({"error": "timeout"}, "the call failed"),
+        ({"kind": "reflect"}, None),
         ({"kind": "select"}, "not an action of the agent (kind select)"),
         ({"cached": True}, "answered from a cache"),
         ({"complete": False}, "not all of its tokens arrived"),

@@ -6,9 +6,9 @@ D is observed: ``Turn.depends_on`` lists the turns whose output was in the promp
 that respect D the one nearest to completion order is taken, so an episode recorded in order keeps
 its order.
 
-An *action* is a call whose output moves the team: kind ``act``, and answered. Selection calls,
-summaries, guards and failed calls are part of the state (the critic's transcript shows their
-effect) but they are no step of the recursion and carry no advantage.
+An *action* is a call whose output moves the team: kind ``act`` or ``reflect``, and answered.
+Selection calls, summaries, guards and failed calls are part of the state (the critic's transcript
+shows their effect) but they are no step of the recursion and carry no advantage.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import heapq
 from collections.abc import Sequence
 
 from marft_agents.errors import LogError
-from marft_agents.schema import Turn
+from marft_agents.schema import ACTION_KINDS, Turn
 
 
 def is_action(turn: Turn) -> bool:
     """Whether the turn is a step of the advantage recursion (external agents' turns are)."""
-    return turn.kind == "act" and turn.error is None
+    return turn.kind in ACTION_KINDS and turn.error is None
 
 
 def dependency_order(turns: Sequence[Turn]) -> list[Turn]:

@@ -19,6 +19,7 @@ from marft_agents.schema.adapters import (
 )
 from marft_agents.schema.episode import Episode
 from marft_agents.schema.events import (
+    ACTION_KINDS,
     EVENT,
     LARGEST_REWARD,
     SCHEMA_VERSION,
@@ -42,6 +43,7 @@ from marft_agents.schema.events import (
 )
 
 __all__ = [
+    "ACTION_KINDS",
     "CRITIC_ADAPTER",
     "EVENT",
     "LARGEST_REWARD",

@@ -18,6 +18,9 @@ SCHEMA_VERSION = 1
 
 EndReason = Literal["terminated", "truncated", "failed"]
 TurnKind = Literal["act", "select", "summary", "reflect", "orchestrate", "guard"]
+ACTION_KINDS: frozenset[TurnKind] = frozenset({"act", "reflect"})
+"""What an agent says by its policy, also when it thinks again about what a tool gave; the rest
+(selections, summaries, orchestration, guards) moves the team as a part of its environment."""
 LogprobMode = Literal["raw", "processed"]
 JsonDict = dict[str, Any]
 
@@ -149,7 +152,7 @@ class Turn(Event):
         """Why no policy update may use this turn; ``None`` when it can be trained on."""
         return (
             (self.error is not None and "the call failed")
-            or (self.kind != "act" and f"not an action of the agent (kind {self.kind})")
+            or (self.kind not in ACTION_KINDS and f"not an action of the agent (kind {self.kind})")
             or (self.cached and "answered from a cache")
             or (not self.complete and "not all of its tokens arrived")
             or (self.edited_text is not None and "edited by a human")

@@ -45,7 +45,7 @@ def test_a_circle_is_named() -> None:
 
 
 def test_selection_and_failed_calls_are_no_actions() -> None:
-    assert is_action(turn("x"))
+    assert is_action(turn("x")) and is_action(turn("x", kind="reflect"))
     assert not is_action(turn("x", kind="select"))
     assert not is_action(turn("x", error="timeout"))
 
