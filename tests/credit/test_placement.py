@@ -73,7 +73,7 @@ def test_a_turns_reward_that_names_an_agent_is_its_own() -> None:
     turns = [
         turn("1", "a", index=0),
         turn("2", "b", index=1),
-        turn("note", "a", index=2, kind="reflect"),
+        turn("note", "a", index=2, kind="summary"),
         turn("3", "a", index=3),
         turn("4", "c", index=4),
     ]
@@ -112,7 +112,7 @@ def test_the_reward_of_a_turn_that_is_no_action_goes_to_the_action_before_it() -
         turn("s", index=0, kind="select"),
         turn("1", index=1),
         turn("2", index=2),
-        turn("r", index=3, kind="reflect"),
+        turn("r", index=3, kind="summary"),
     ]
     rewards = [reward(1, turn_id="r"), reward(0.5, turn_id="s")]
     placed = place_rewards(Episode(episode_id="e", turns=turns, rewards=rewards), turns)
