@@ -109,9 +109,9 @@ def _identity(
         return seat.kind, seat.name, speech is not None
     if agent is None or isinstance(agent, str):
         own = wrapper is getattr(speech.agent, "client", None)
-        return (seat.kind, seat.name, False) if own else ("reflect", seat.name, False)
+        return (seat.kind, seat.name, False) if own else ("summary", seat.name, False)
     if agent is not speech.agent:
-        return "reflect", str(getattr(agent, "name", seat.name)), True
+        return "act", str(getattr(agent, "name", seat.name)), True
     return seat.kind, seat.name, False
 
 
@@ -177,7 +177,7 @@ def _remember(call: Call, speech: Speech | None, seat: Seat, unseen: Unseen | No
         known.said[call.agent] = ((text or "").strip(), turn_id)
     if speech is None or speech.seat is not seat:
         return
-    if call.kind == seat.kind:
+    if (call.kind, call.agent) == (seat.kind, seat.name):
         speech.turns += call.turn_ids
     if call.kind == "select":
         manager = speech.around()

@@ -259,7 +259,7 @@ def _unnoticed(speech: Speech, said: Any) -> None:
     if match is not None and getattr(speech.agent, "_code_executor", None) is not None:
         _ran(speech, (), int(match[1]), said[match.end() :])
     elif _is_human(speech.agent, said):
-        _heard(speech.seat, speech, said.get("content"))
+        _heard(speech.seat, speech, text_of(said))
     elif _is_assistant(speech.agent) and text_of(said):
         call = ModelCall(speech.episode, speech.seat.name)
         messages = [cast("dict[str, Any]", m) for m in speech.messages if isinstance(m, Mapping)]

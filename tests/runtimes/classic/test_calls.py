@@ -142,6 +142,27 @@ def test_the_second_generation_of_clients_is_captured() -> None:
     assert turn.trainable and turn.agent == "coder"
 
 
+@needs("autogen.oai.openai_responses")
+def test_another_api_of_the_same_client_is_uncaptured_and_not_cached(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from autogen.oai.openai_responses import OpenAIResponsesClient
+
+    def answer(self: Any, params: Any) -> Any:
+        return Echo({"model": "coder"}).create(params)
+
+    for name in ("message_retrieval", "cost"):
+        monkeypatch.setattr(OpenAIResponsesClient, name, vars(Echo)[name])
+    monkeypatch.setattr(OpenAIResponsesClient, "create", answer)
+    monkeypatch.setattr(OpenAIResponsesClient, "get_usage", staticmethod(Echo.get_usage))
+    with recording(keep_caches=True) as (server, recorder, log), caplog.at_level(logging.WARNING):
+        llm_config = config("coder", server.url, entry={"api_type": "responses"})
+        del llm_config["config_list"][0]["price"]
+        ask(recorder.wrap(assistant("coder", server.url, llm_config=llm_config)))
+    assert [(t.text, t.cached, t.token_ids) for t in log.turns] == [("Echo.", False, None)]
+    assert any("OpenAIResponsesClient" in r.getMessage() for r in caplog.records)
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 async def test_a_multimodal_agent_is_recorded_with_its_image_cut_short(mode: str) -> None:
     pytest.importorskip("PIL", reason=f"the images of autogen {VERSION} need pillow")
@@ -231,20 +252,23 @@ def test_transforms_change_what_is_read_and_links_follow() -> None:
     assert "planner" in str(code.messages[-1]["content"])
 
 
-def test_a_helper_inside_a_reply_reflects_on_its_behalf() -> None:
-    script = {"coder": "Code.", "helper": "Think first."}
+def test_a_helper_inside_a_reply_acts_on_its_behalf() -> None:
+    script = {"coder": "Code.", "helper": "Think first.", "eye": "A cat."}
     with recording(script) as (server, recorder, log):
         coder, helper = (assistant(n, server.url) for n in ("coder", "helper"))
+        eye: Any = assistant("eye", server.url).client
 
         def think(agent: Any, messages: Any = None, sender: Any = None, config: Any = None) -> Any:
             helper.generate_oai_reply([{"role": "user", "content": "How?"}])
+            eye.create(messages=[{"role": "user", "content": "What is on it?"}])
             return False, None
 
         coder.register_reply([ConversableAgent, None], think, position=0)
         recorder.wrap(coder)
         ask(coder)
-    assert told(log) == [("reflect", "helper"), ("act", "coder")]
-    assert log.turns[0].parent_agent == "coder" and not log.turns[0].trainable
+    assert told(log) == [("act", "helper"), ("summary", "coder"), ("act", "coder")]
+    assert [t.parent_agent for t in log.turns] == ["coder", None, None]
+    assert [t.trainable for t in log.turns] == [True, False, True]
 
 
 @needs("autogen.agentchat.contrib.society_of_mind_agent")

@@ -51,6 +51,19 @@ def test_chats_in_sequence_are_one_episode_and_the_last_one_ends_it() -> None:
     assert log.turns[1].depends_on == [log.turns[0].turn_id]  # through the carried over summary
 
 
+def test_the_function_of_that_name_makes_each_chat_an_episode() -> None:
+    from autogen import initiate_chats
+
+    with recording({"planner": "A plan.", "coder": "Code."}) as (server, recorder, log):
+        agents = [assistant(n, server.url) for n in ("planner", "coder")]
+        recorder.wrap(agents)
+        initiate_chats([{**chat, "sender": user()} for chat in _queue(agents)])
+        with recorder.episode(id="mine"):
+            initiate_chats([{**chat, "sender": user()} for chat in _queue(agents)])
+    assert len(log.of(EpisodeStarted)) == 3
+    assert [t.agent for t in log.turns if t.episode_id == "mine"] == ["planner", "coder"]
+
+
 async def test_asynchronous_chats_of_one_queue_are_one_episode() -> None:
     with recording({"planner": "A plan.", "coder": "Code."}) as (server, recorder, log):
         agents = [assistant(n, server.url) for n in ("planner", "coder")]
