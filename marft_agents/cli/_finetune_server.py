@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from marft_agents.errors import ConfigError, MarftError, ServerError
-from marft_agents.registry import Registry, describe_base
+from marft_agents.registry import Change, Registry, current_user, describe_base
 from marft_agents.serving import GatewayClient
 from marft_agents.serving.calls import NoAnswerError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from marft_agents.training import ServerLimits
     from marft_agents.training.results import AdapterResult
 
-BY = "marft-agents finetune"
+COMMAND = "finetune"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Server:
         Raises:
             ServerError: when it cannot; the old version still serves.
         """
-        self.client.swap(adapter, version, by=BY)
+        self.client.swap(adapter, version, Change(current_user(), COMMAND))
 
 
 def connect(stack: ExitStack, url: str, key_env: str | None, output: Path, model: str) -> Server:

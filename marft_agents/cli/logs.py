@@ -6,9 +6,7 @@ is never changed.
 
 from __future__ import annotations
 
-import importlib
-
-import click
+from marft_agents.cli._subcommands import Subcommands
 
 SUBCOMMANDS = {
     "compact": "Merge segments into few files, without what is there twice.",
@@ -18,23 +16,4 @@ SUBCOMMANDS = {
     "validate": "Check every line, and name each that is wrong.",
 }
 
-
-class _Subcommands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(SUBCOMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUBCOMMANDS:
-            return None
-        module = importlib.import_module(f"marft_agents.cli.logs_{cmd_name}")
-        command: click.Command = module.command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(SUBCOMMANDS.items()))
-
-
-@click.group("logs", cls=_Subcommands)
-def command() -> None:
-    """Count, check, merge, export and import logs."""
+command = Subcommands("logs", SUBCOMMANDS, help="Count, check, merge, export and import logs.")

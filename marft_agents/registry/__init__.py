@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marft_agents.registry.audit import current_user
+from marft_agents.registry.audit import Change, current_user
 from marft_agents.registry.base import (
     describe_base,
     module_shapes,
@@ -29,6 +29,7 @@ __all__ = [
     "DEFAULT_RANK",
     "DEFAULT_TARGET_MODULES",
     "AdapterFacts",
+    "Change",
     "Registry",
     "allowed_max_rank",
     "current_user",

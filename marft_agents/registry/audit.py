@@ -1,29 +1,46 @@
 """Who changed which agent's adapter, when, and on which evidence.
 
 Invariant: lines are only ever appended, each flushed before the call returns. A line that a crash
-tore is skipped by readers and never swallows the next one.
+tore is skipped by readers and never swallows the next one. ``current`` is the version in use after
+the line, so every move of ``CURRENT`` is one line in which it changes.
 """
 
 from __future__ import annotations
 
 import getpass
 import json
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from marft_agents.registry import durable
 
-Action = Literal["publish", "promote", "rollback"]
+Action = Literal["publish", "promote", "rollback", "found", "pin", "unpin", "prune"]
+DONE = "done"
 
 
 def current_user() -> str:
-    """Who runs this process, for the trail."""
+    """Who runs this process, for the trail: ``user@host``."""
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a container without a passwd entry
-        return "unknown"
+        user = "unknown"
+    return f"{user}@{socket.gethostname() or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Who asks for a change, by which command, and why."""
+
+    by: str | None = None
+    command: str | None = None
+    action: Literal["promote", "rollback"] = "promote"
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    force: bool = False
+    """Also away from a pinned version; the pin is taken off then."""
 
 
 class AuditLog:
@@ -32,28 +49,37 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(
-        self,
+    @staticmethod
+    def entry(
         action: Action,
         agent: str,
         origin: int | None,
-        version: int,
+        version: int | None,
+        current: int | None,
+        change: Change,
         *,
-        by: str | None,
-        evidence: Mapping[str, Any],
-    ) -> None:
-        """Note that ``agent`` went from version ``origin`` to ``version``."""
+        result: str = DONE,
+    ) -> dict[str, Any]:
+        """One line: ``agent`` went from ``origin`` to ``version``; ``current`` is in use now."""
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "who": by or current_user(),
+            "who": change.by or current_user(),
+            "command": change.command,
             "action": action,
             "agent": agent,
             "from": origin,
             "to": version,
-            "evidence": dict(evidence),
+            "current": current,
+            "evidence": dict(change.evidence),
+            "result": result,
         }
-        line = json.dumps(entry, default=str, ensure_ascii=False)
-        durable.append_line(self.path, line.encode())
+        return json.loads(json.dumps(entry, default=str))
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line."""
+        line = json.dumps(entry, ensure_ascii=False)
+        # What no encoding has becomes an escape that JSON reads back.
+        durable.append_line(self.path, line.encode("utf-8", "backslashreplace"))
 
     def entries(self, agent: str | None = None) -> list[dict[str, Any]]:
         """Every readable line (of one agent), oldest first."""
@@ -73,13 +99,30 @@ class AuditLog:
 
     def versions_named(self, agent: str) -> list[int]:
         """Every version of the agent that any line leads to."""
-        targets = [entry.get("to") for entry in self.entries(agent)]
+        targets = [e.get("to") for e in self.entries(agent) if e.get("result", DONE) == DONE]
         return [version for version in targets if isinstance(version, int)]
 
-    def before(self, agent: str, current: int) -> int | None:
-        """The version that was in use when ``current`` was last promoted."""
-        for entry in reversed(self.entries(agent)):
-            if entry.get("action") == "promote" and entry.get("to") == current:
-                origin = entry.get("from")
-                return origin if isinstance(origin, int) else None
-        return None
+
+def in_use(entries: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Versions of one agent as a rollback walks back through them; the last is in use.
+
+    A rollback takes off what it went back from, so going back twice goes back two versions.
+    """
+    out: list[int] = []
+    for entry in entries:
+        action, origin, version = entry.get("action"), entry.get("from"), entry.get("to")
+        if entry.get("result", DONE) != DONE or not isinstance(version, int):
+            continue
+        if action == "publish":
+            # Lines without "current" are of an earlier format; an agent's first one came in use.
+            if entry.get("current", None if out else version) == version:
+                out.append(version)
+        elif action == "rollback" and version in out:
+            while out[-1] != version:
+                out.pop()
+        elif action in ("promote", "rollback", "found"):
+            if isinstance(origin, int) and origin not in out[-1:]:
+                out.append(origin)
+            if version not in out[-1:]:
+                out.append(version)
+    return out

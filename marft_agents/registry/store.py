@@ -1,28 +1,31 @@
 """Adapter versions on disk.
 
 Invariant: ``<root>/<agent>/v0007/`` appears whole, by one rename, and is never changed or reused
-afterwards. ``CURRENT`` names the version in use and is replaced in one step. ``audit.jsonl`` says
-who changed what, when, and on which evidence. A crash at any point leaves at most a dot folder,
-which readers ignore and a later publish removes.
+afterwards. ``CURRENT`` names the version in use and is replaced in one step, by one process at a
+time; ``PINNED``, where there is one, names the version that it is not moved away from.
+``audit.jsonl`` says who changed what, when, and on which evidence: every move of ``CURRENT`` is in
+it once. A crash at any point leaves at most dot files, which readers ignore; the next change of
+that agent makes up for a line that a crash kept from being written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from marft_agents.errors import AdapterError, RegistryError
-from marft_agents.registry import durable
-from marft_agents.registry.audit import Action, AuditLog
+from marft_agents.registry import durable, locks
+from marft_agents.registry.audit import Action, Change, in_use
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import (
     CONFIG_FILE,
@@ -30,132 +33,25 @@ from marft_agents.registry.check import (
     AdapterFacts,
     inspect_adapter,
 )
+from marft_agents.registry.reader import (
+    CURRENT_FILE,
+    MANIFEST_FILE,
+    PINNED_FILE,
+    RegistryReader,
+    folder_name,
+)
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe, adapter_slug
 
-MANIFEST_FILE = "manifest.json"
 CARD_FILE = "README.md"
-CURRENT_FILE = "CURRENT"
-AUDIT_FILE = "audit.jsonl"
+_MOVING_FILE = ".moving"
+"""The line of the trail that goes with a move, while ``CURRENT`` is being replaced."""
 _STAGING = ".staging-"
 _STALE_AFTER_S = 3600.0
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY}
 
 
-def _folder_name(version: int) -> str:
-    return f"v{version:04d}"
-
-
-class Registry:
+class Registry(RegistryReader):
     """The folder ``adapters/``: versions per agent, which one is in use, and the audit trail."""
-
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).absolute()
-        self._audit = AuditLog(self.root / AUDIT_FILE)
-
-    # -- reading ---------------------------------------------------------------------------
-
-    def agents(self) -> list[str]:
-        """Agents with at least one published version, sorted.
-
-        Raises:
-            RegistryError: when a folder with versions has a name that no agent can have.
-        """
-        if not self.root.is_dir():
-            return []
-        names = sorted(p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
-        names = [name for name in names if self._versions(self.root / name)]
-        for name in names:
-            if adapter_slug(name) != name:
-                raise RegistryError(
-                    f"{self.root / name} holds adapter versions under a name that no agent can"
-                    f" have; rename it to {adapter_slug(name)!r}, or move it elsewhere"
-                )
-        return names
-
-    def versions(self, agent: str) -> list[int]:
-        """Published versions, ascending; empty for an agent that has none."""
-        return self._versions(self._folder(agent))
-
-    def current(self, agent: str) -> int | None:
-        """The version in use; ``None`` for an agent without one.
-
-        Raises:
-            RegistryError: when ``CURRENT`` is unreadable or names a version that is gone.
-        """
-        path = self._folder(agent) / CURRENT_FILE
-        try:
-            text = path.read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RegistryError(
-                f"cannot read {path} ({error}); it must be a file that names a version,"
-                f" as {_folder_name(1)}"
-            ) from error
-        match = re.fullmatch(r"v0*([1-9][0-9]*)", text)
-        versions = self.versions(agent)
-        if match is None or int(match[1]) not in versions:
-            raise RegistryError(
-                f"{path} says {text[:40]!r}, which is no published version (there are"
-                f" {versions or 'none'}); write one of them into it, as {_folder_name(1)}"
-            )
-        return int(match[1])
-
-    def path(self, agent: str, version: int) -> Path:
-        """Folder of one published version.
-
-        Raises:
-            RegistryError: when the agent or the version does not exist.
-        """
-        folder = self._folder(agent) / _folder_name(version)
-        if not (folder / MANIFEST_FILE).is_file():
-            known = self.versions(agent)
-            if not known:
-                raise RegistryError(
-                    f"no agent {agent!r} in {self.root}; it has"
-                    f" {', '.join(self.agents()) or 'no agent at all'}"
-                )
-            raise RegistryError(
-                f"agent {agent!r} has no version {version} in {self.root}; it has"
-                f" {', '.join(map(str, known))}"
-            )
-        return folder
-
-    def manifest(self, agent: str, version: int) -> AdapterManifest:
-        """``manifest.json`` of one version.
-
-        Raises:
-            RegistryError: when the agent or version does not exist.
-            AdapterError: when the file is damaged.
-        """
-        path = self.path(agent, version) / MANIFEST_FILE
-        try:
-            return AdapterManifest.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise AdapterError(f"{path} is unreadable ({str(error).splitlines()[0]})") from error
-
-    def verify(self, agent: str, version: int) -> AdapterManifest:
-        """The manifest, after comparing every file with the checksum it was published with.
-
-        Raises:
-            AdapterError: naming the file that is missing, cut or changed.
-        """
-        manifest = self.manifest(agent, version)
-        folder = self.path(agent, version)
-        for name, wanted in manifest.files.items():
-            file = folder / name
-            if not file.is_file():
-                raise AdapterError(f"{file} is gone; published folders must not be changed")
-            if durable.sha256_file(file) != wanted:
-                raise AdapterError(
-                    f"{file} is not the file that was published (its checksum differs);"
-                    " publish the adapter again as a new version"
-                )
-        return manifest
-
-    def audit(self) -> list[dict[str, Any]]:
-        """Every readable line of ``audit.jsonl``, oldest first."""
-        return self._audit.entries()
 
     def require_writable(self) -> None:
         """Say now what publishing would say after hours of training; writes nothing.
@@ -173,8 +69,6 @@ class Registry:
                     " choose another folder"
                 )
 
-    # -- changing --------------------------------------------------------------------------
-
     def publish(
         self,
         agent: str,
@@ -187,6 +81,7 @@ class Registry:
         training: dict[str, Any] | None = None,
         max_lora_rank: int | None = None,
         by: str | None = None,
+        command: str | None = None,
     ) -> AdapterManifest:
         """Check a staged PEFT folder and make it the agent's next version.
 
@@ -219,63 +114,104 @@ class Registry:
                 probe=probe,
                 training=training or {},
             )
-            manifest = self._rename_into_place(work, folder, draft)
+            with self.changing(slug):
+                manifest = self._rename_into_place(work, folder, draft)
+                self._ensure_current(slug)
+                change = Change(by, command, evidence={"untrained": untrained})
+                self.note("publish", slug, parent, manifest.version, change)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        self._ensure_current(slug)
-        evidence = {"untrained": untrained}
-        self._audit.append("publish", slug, parent, manifest.version, by=by, evidence=evidence)
         return manifest
 
     def promote(self, agent: str, version: int, *, by: str, evidence: Mapping[str, Any]) -> None:
-        """Make ``version`` the one in use.
+        """Make ``version`` the one in use; see :meth:`move`."""
+        self.move(agent, version, Change(by, evidence=evidence))
+
+    def move(self, agent: str, version: int, change: Change) -> int | None:
+        """Make ``version`` the one in use; returns the one before, which may be the same.
 
         Raises:
-            RegistryError: when the agent or the version does not exist.
+            RegistryError: when the agent or the version does not exist, or another is pinned.
         """
         slug = adapter_slug(agent)
         self.path(slug, version)
-        self._move(slug, version, "promote", by, evidence)
+        with self.changing(slug):
+            return self._move(slug, version, change)
 
-    def rollback(self, agent: str, *, by: str) -> int:
-        """Go back to the version that was in use before; returns it.
+    def rollback(self, agent: str, change: Change | None = None, *, to: int | None = None) -> int:
+        """Go back to the version that was in use before, or to an earlier one; returns it.
 
         Raises:
-            RegistryError: when there is nothing to go back to.
+            RegistryError: when there is nothing to go back to, or the one in use is pinned.
         """
         slug = adapter_slug(agent)
-        current = self.current(slug)
-        if current is None:
-            self.path(slug, 1)  # says that the agent is unknown, when it is
-            raise RegistryError(f"agent {agent!r} has no version in use; promote one first")
-        target = self._previous(slug, current)
-        if target is None:
-            raise RegistryError(
-                f"agent {agent!r} is at version {current} and nothing came before it;"
-                f" it has {', '.join(map(str, self.versions(slug)))}"
-            )
-        self._move(slug, target, "rollback", by, {})
+        self.rollback_target(slug, to)
+        with self.changing(slug):
+            target = self.rollback_target(slug, to)
+            self._move(slug, target, replace(change or Change(), action="rollback"))
         return target
+
+    def pin(self, agent: str, change: Change | None = None) -> int:
+        """Pin the version in use; returns it.
+
+        Raises:
+            RegistryError: when there is none.
+        """
+        slug = adapter_slug(agent)
+        self.path(slug, next(iter(self.versions(slug)), 1))
+        with self.changing(slug):
+            now = self.current(slug)
+            if now is None:
+                raise RegistryError(f"agent {agent!r} has no version in use; promote one first")
+            was = self.pinned(slug)
+            if was != now:
+                self._pin(slug, "pin", was, now, change or Change())
+        return now
+
+    def unpin(self, agent: str, change: Change | None = None) -> int | None:
+        """Take the pin off; returns the version that was pinned, if any was."""
+        slug = adapter_slug(agent)
+        self.path(slug, next(iter(self.versions(slug)), 1))
+        with self.changing(slug):
+            path = self.root / slug / PINNED_FILE
+            was = self.pinned(slug) if path.exists() else None
+            if was is not None:
+                self._pin(slug, "unpin", was, None, change or Change())
+        return was
+
+    @contextlib.contextmanager
+    def changing(self, agent: str) -> Generator[None]:
+        """One process at a time changes the registry; the agent's trail is complete inside.
+
+        Raises:
+            RegistryError: when another process does not end.
+        """
+        with locks.changing(self.root):
+            self._settle(adapter_slug(agent))
+            yield
+
+    def note(
+        self,
+        action: Action,
+        agent: str,
+        origin: int | None,
+        version: int | None,
+        change: Change,
+        *,
+        result: str | None = None,
+    ) -> None:
+        """Append a line to the trail; ``result`` says why nothing was done, where nothing was."""
+        current = self._current_or_none(agent)
+        more = {} if result is None else {"result": result}
+        self._audit.write(
+            self._audit.entry(action, agent, origin, version, current, change, **more)
+        )
 
     # -- inside ----------------------------------------------------------------------------
 
     @staticmethod
     def _essential() -> tuple[str, str]:
         return CONFIG_FILE, WEIGHTS_FILE
-
-    def _folder(self, agent: str) -> Path:
-        return self.root / adapter_slug(agent)
-
-    @staticmethod
-    def _versions(folder: Path) -> list[int]:
-        if not folder.is_dir():
-            return []
-        found = (
-            (re.fullmatch(r"v([0-9]{4,})", path.name), path)
-            for path in folder.iterdir()
-            if (path / MANIFEST_FILE).is_file()
-        )
-        return sorted(int(match[1]) for match, _ in found if match)
 
     def _check_story(
         self, slug: str, staged: Path, facts: AdapterFacts, parent: int | None, untrained: bool
@@ -310,14 +246,14 @@ class Registry:
             durable.write_file(work / MANIFEST_FILE, data + b"\n")
             durable.fsync_folder(work)
             try:
-                os.rename(work, folder / _folder_name(version))
+                os.rename(work, folder / folder_name(version))
             except OSError as error:
                 if error.errno not in _OCCUPIED:
                     raise
                 version += 1  # another publisher was faster
                 continue
             durable.fsync_folder(folder)
-            durable.make_read_only(folder / _folder_name(version))
+            durable.make_read_only(folder / folder_name(version))
             return manifest
 
     def _remove_stale(self, folder: Path) -> None:
@@ -328,23 +264,57 @@ class Registry:
     def _ensure_current(self, slug: str) -> None:
         folder = self.root / slug
         first = self._versions(folder)[0]
-        text = f"{_folder_name(first)}\n".encode()
+        text = f"{folder_name(first)}\n".encode()
         if not (folder / CURRENT_FILE).exists():
             durable.create_file(folder / CURRENT_FILE, text)
 
-    def _previous(self, slug: str, current: int) -> int | None:
-        versions = self.versions(slug)
-        told = self._audit.before(slug, current)
-        return (
-            told if told in versions else next((v for v in reversed(versions) if v < current), None)
-        )
+    def _settle(self, slug: str) -> None:
+        """Add the line of a move that a crash or somebody's editor left without one."""
+        folder = self.root / slug
+        entries, now = self._audit.entries(slug), self._current_or_none(slug)
+        moving = folder / _MOVING_FILE
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            entry: Any = json.loads(moving.read_bytes())
+            if entry["to"] == now and entry not in entries:
+                self._audit.write(entry)
+                entries.append(entry)
+        for left in (moving, *folder.glob(f".{CURRENT_FILE}-*"), *folder.glob(f"{_MOVING_FILE}-*")):
+            left.unlink(missing_ok=True)
+        told = in_use(entries)[-1:]
+        if now is not None and now not in told:
+            why = {"reason": "CURRENT was changed without a line in this trail"}
+            before = next(iter(told), None)
+            self.note("found", slug, before, now, Change("unknown", evidence=why))
 
-    def _move(
-        self, slug: str, version: int, action: Action, by: str, evidence: Mapping[str, Any]
+    def _move(self, slug: str, version: int, change: Change) -> int | None:
+        self.path(slug, version)
+        before = self.current(slug)
+        if before == version:
+            return before
+        self.require_movable(slug, version, force=change.force)
+        pinned = self.pinned(slug) if change.force else None
+        if pinned not in (None, version):
+            change = replace(change, evidence={**change.evidence, "unpinned": pinned})
+        entry = self._audit.entry(change.action, slug, before, version, version, change)
+        moving, pointer = (self.root / slug / name for name in (_MOVING_FILE, CURRENT_FILE))
+        try:
+            durable.replace_file(moving, json.dumps(entry).encode())
+            with durable.restored_on_error(pointer):
+                durable.replace_file(pointer, f"{folder_name(version)}\n".encode())
+                self._audit.write(entry)
+        finally:
+            moving.unlink(missing_ok=True)
+        if pinned not in (None, version):
+            (self.root / slug / PINNED_FILE).unlink()
+        return before
+
+    def _pin(
+        self, slug: str, action: Action, was: int | None, now: int | None, change: Change
     ) -> None:
-        previous = self.current(slug)
-        text = f"{_folder_name(version)}\n".encode()
-        pointer = self.root / slug / CURRENT_FILE
-        with durable.restored_on_error(pointer):
-            durable.replace_file(pointer, text)
-            self._audit.append(action, slug, previous, version, by=by, evidence=evidence)
+        path = self.root / slug / PINNED_FILE
+        with durable.restored_on_error(path):
+            if now is None:
+                path.unlink()
+            else:
+                durable.replace_file(path, f"{folder_name(now)}\n".encode())
+            self.note(action, slug, was, now, change)

@@ -16,12 +16,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 
 from marft_agents.errors import ConfigError
+from marft_agents.registry import Change
 from marft_agents.serving.loader import StepError
 from marft_agents.serving.refusals import Refusal, read_limited, require_operator
 from marft_agents.serving.swap import Swapper
 
 KEY_FILE = ".operator-key"
 _MAX_BODY = 64 * 1024
+_MAX_NAME = 128
 
 
 def ensure_operator_key(adapters: Path) -> str:
@@ -63,16 +65,24 @@ def read_operator_key(adapters: Path) -> str:
         ) from error
 
 
-def _swap_arguments(data: bytes) -> tuple[str, int, str]:
+def _swap_arguments(data: bytes) -> tuple[str, int, Change]:
     try:
         body: Any = json.loads(data)
     except ValueError:
         body = None
     fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-    agent, version, by = fields.get("agent"), fields.get("version"), fields.get("by", "serve")
+    agent, version = fields.get("agent"), fields.get("version")
     if not isinstance(agent, str) or not isinstance(version, int) or isinstance(version, bool):
         raise Refusal(400, 'send {"agent": "<name>", "version": <number>}')
-    return agent, version, str(by)[:64]
+    command, evidence = fields.get("command"), fields.get("evidence")
+    change = Change(
+        by=str(fields.get("by", "serve"))[:_MAX_NAME],
+        command=None if command is None else str(command)[:_MAX_NAME],
+        action="rollback" if fields.get("action") == "rollback" else "promote",
+        evidence=cast("dict[str, Any]", evidence) if isinstance(evidence, dict) else {},
+        force=fields.get("force") is True,
+    )
+    return agent, version, change
 
 
 def control_routes(swapper: Swapper, operator_key: str) -> list[HttpRoute]:
@@ -97,9 +107,9 @@ def control_routes(swapper: Swapper, operator_key: str) -> list[HttpRoute]:
 
     async def swap(request: Request) -> Response:
         require_operator(request, operator_key)
-        agent, version, by = _swap_arguments(await read_limited(request, _MAX_BODY))
+        agent, version, change = _swap_arguments(await read_limited(request, _MAX_BODY))
         try:
-            return JSONResponse(await swapper.swap(agent, version, by=by))
+            return JSONResponse(await swapper.swap(agent, version, change))
         except StepError as error:
             raise Refusal(409 if error.refused else 502, str(error)) from error
         except ConfigError as error:

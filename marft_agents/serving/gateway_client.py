@@ -5,11 +5,13 @@ Invariant: whatever goes wrong is one error that says what still serves or what 
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from marft_agents.errors import ConfigError, ServerError, SwapError
+from marft_agents.registry import Change
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 from marft_agents.serving.client import root_url
 from marft_agents.serving.control import read_operator_key
@@ -65,8 +67,8 @@ class GatewayClient:
         url = f"{self.url}/marft/state"
         return json_object(call(self._http, "GET", url, timeout_s=self.timeout_s))
 
-    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
-        """Serve ``version`` for ``agent``.
+    def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
+        """Serve ``version`` for ``agent``; ``change`` is for the audit trail.
 
         Returns:
             agent, from, to, probe, unloaded.
@@ -75,7 +77,9 @@ class GatewayClient:
             SwapError: when the swap was refused or failed; the old version still serves.
             ServerError: when the server is down.
         """
-        body = {"agent": agent, "version": version} | ({"by": by} if by else {})
+        told = dataclasses.asdict(change or Change())
+        body = {name: value for name, value in told.items() if value is not None}
+        body |= {"agent": agent, "version": version}
         url = f"{self.url}/marft/swap"
         try:
             answer = call(self._http, "POST", url, body=body, timeout_s=self.swap_timeout_s)
@@ -85,7 +89,7 @@ class GatewayClient:
             raise
         except NoAnswerError as error:
             raise ServerError(f"{error}; is marft-agents serve running at {self.url}?") from error
-        told = json_object(answer)
-        if not isinstance(told.get("probe"), dict):
+        result = json_object(answer)
+        if not isinstance(result.get("probe"), dict):
             raise ServerError(f"{url} answered as no `marft-agents serve` does; is it one?")
-        return told
+        return result

@@ -17,8 +17,10 @@ from marft_agents.registry import (
     ALLOWED_MAX_RANKS,
     DEFAULT_RANK,
     DEFAULT_TARGET_MODULES,
+    Change,
     Registry,
     describe_base,
+    locks,
     resolve_model_dir,
     write_untrained_adapter,
 )
@@ -120,7 +122,7 @@ def _publish_missing(
                 target_modules=settings.target_modules or DEFAULT_TARGET_MODULES,
                 seed=zlib.crc32(slug.encode()),
             )
-            registry.publish(slug, staged, base=base, parent=None, untrained=True, by="serve")
+            registry.publish(slug, staged, base=base, parent=None, untrained=True, command="serve")
         say(f"published {slug}@v1, an untrained adapter")
 
 
@@ -131,7 +133,7 @@ def _current_routes(registry: Registry) -> tuple[Route, ...]:
         if version is None:  # a crash came between the first version and its CURRENT
             version = registry.versions(agent)[0]
             evidence = {"reason": "no version was in use"}
-            registry.promote(agent, version, by="serve", evidence=evidence)
+            registry.move(agent, version, Change(command="serve", evidence=evidence))
         routes.append(Route(agent, version))
     return tuple(routes)
 
@@ -148,6 +150,7 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
     model_dir = resolve_model_dir(settings.model)
     base = describe_base(settings.model)
     registry = Registry(settings.adapters)
+    locks.require_not_served(registry.root)
     if not registry.agents() and not settings.agents:
         raise ConfigError(
             f"{registry.root} has no agent; name the agents to begin with: --agents planner,writer"

@@ -16,6 +16,7 @@ import uvicorn
 
 from marft_agents.errors import ConfigError, EngineError, MarftError
 from marft_agents.recording import MarftRecorder
+from marft_agents.registry import locks
 from marft_agents.serving.aliases import Aliases
 from marft_agents.serving.announced import announced_mode, announced_sampling
 from marft_agents.serving.client import EngineClient
@@ -214,29 +215,36 @@ def serve(settings: ServeSettings, say: Say) -> None:
     check_settings(settings)
     with contextlib.closing(_listen(settings.host, settings.port)) as sock:
         plan = make_plan(settings, say)
-        key = ensure_operator_key(plan.registry.root)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{sock.getsockname()[1]}"
-        with (
-            _engine(settings, plan, say) as (url, process),
-            EngineClient(url, api_key=settings.server_api_key) as client,
-        ):
-            loader = Loader(
-                client, plan.registry, plan.base, plan.limits, tolerance=settings.probe_tolerance
-            )
-            aliases = _load_all(loader, plan, say)
-            death = _death_of(process)
-            upstream = Upstream(url, death=death, api_key=settings.server_api_key)
-            gateway = Gateway(
-                Swapper(loader, aliases),
-                upstream,
-                _gateway_settings(settings, key),
-                _recording(settings),
-            )
-            server = _Server(
-                _uvicorn_config(gateway),
-                ready=lambda: _announce(address, aliases, settings, say),
-                death=death,
-                say=say,
-            )
-            server.run(sockets=[sock])
+        with locks.serving(plan.registry.root, address):
+            key = ensure_operator_key(plan.registry.root)
+            _run(settings, plan, sock, address, key, say)
+
+
+def _run(
+    settings: ServeSettings, plan: Plan, sock: socket.socket, address: str, key: str, say: Say
+) -> None:
+    with (
+        _engine(settings, plan, say) as (url, process),
+        EngineClient(url, api_key=settings.server_api_key) as client,
+    ):
+        loader = Loader(
+            client, plan.registry, plan.base, plan.limits, tolerance=settings.probe_tolerance
+        )
+        aliases = _load_all(loader, plan, say)
+        death = _death_of(process)
+        upstream = Upstream(url, death=death, api_key=settings.server_api_key)
+        gateway = Gateway(
+            Swapper(loader, aliases),
+            upstream,
+            _gateway_settings(settings, key),
+            _recording(settings),
+        )
+        server = _Server(
+            _uvicorn_config(gateway),
+            ready=lambda: _announce(address, aliases, settings, say),
+            death=death,
+            say=say,
+        )
+        server.run(sockets=[sock])

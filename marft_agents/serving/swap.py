@@ -8,10 +8,13 @@ version that was probed, and the alias and ``CURRENT`` agree.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 from marft_agents.errors import MarftError
+from marft_agents.registry import Change
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.loader import Loader, StepError, step
@@ -33,8 +36,10 @@ class Swapper:
         self._lock = asyncio.Lock()
         self._retiring: set[asyncio.Task[bool]] = set()
 
-    async def swap(self, agent: str, version: int, *, by: str = "serve") -> dict[str, Any]:
+    async def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
         """Serve ``version`` for ``agent``; a version that serves already is only probed again.
+
+        ``change`` says for the audit trail who asks and why; a swap that fails is in it, too.
 
         Returns:
             agent, from, to, probe, and whether the old version was unloaded within the wait.
@@ -43,15 +48,21 @@ class Swapper:
             StepError: naming the step that failed and what still serves.
         """
         slug = adapter_slug(agent)
-        new = Route(slug, version)
+        new, change = Route(slug, version), change or Change()
         async with self._lock:
             before = self.aliases.current(slug)
             old = Route(slug, before) if before is not None else None
             try:
+                with step(new.name, "check"):
+                    self.loader.registry.require_movable(slug, version, force=change.force)
                 report = await self._bring_up(new, old)
+                change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
                 if old != new:
-                    await self._move(new, old, report, by)
+                    await self._move(new, old, change)
+                else:  # somebody may have moved CURRENT without telling this server
+                    await self._record(new, change)
             except StepError as error:
+                await asyncio.to_thread(self._note_failure, new, before, change, error)
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
@@ -84,17 +95,22 @@ class Swapper:
         in_use = self.aliases.in_flight(new) > 0
         return await asyncio.to_thread(self.loader.bring_up, new.agent, new.version, in_use=in_use)
 
-    async def _move(self, new: Route, old: Route | None, report: ProbeReport, by: str) -> None:
+    def _note_failure(
+        self, new: Route, before: int | None, change: Change, error: StepError
+    ) -> None:
+        registry, action = self.loader.registry, change.action
+        # The swap's own error matters more than one of the trail.
+        with contextlib.suppress(MarftError, OSError), registry.changing(new.agent):
+            registry.note(action, new.agent, before, new.version, change, result=str(error))
+
+    async def _record(self, new: Route, change: Change) -> None:
+        with step(new.name, "record"):
+            await asyncio.to_thread(self.loader.registry.move, new.agent, new.version, change)
+
+    async def _move(self, new: Route, old: Route | None, change: Change) -> None:
         self.aliases.point(new)
         try:
-            with step(new.name, "record"):
-                await asyncio.to_thread(
-                    self.loader.registry.promote,
-                    new.agent,
-                    new.version,
-                    by=by,
-                    evidence={"probe": report.as_json()},
-                )
+            await self._record(new, change)
         except StepError:
             if old is not None:
                 self.aliases.point(old)

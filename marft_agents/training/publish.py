@@ -62,7 +62,7 @@ def publish_all(
                 parent=one.parent,
                 probe=one.probe,
                 training={**one.facts, "effect": dataclasses.asdict(one.effect)},
-                by="marft-agents finetune",
+                command="finetune",
             )
         except (OSError, RegistryError) as error:
             done = ", ".join(served_name(a, v) for a, v in versions.items())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from marft_agents.errors import AdapterError, ConfigError, RegistryError
-from marft_agents.registry import Registry, describe_base, durable
+from marft_agents.registry import Change, Registry, describe_base, durable
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe
 from tests.registry.bases import make_adapter, make_base
 
@@ -82,10 +82,10 @@ def test_promote_and_rollback_leave_their_evidence(
         _publish(registry, staged, base)
     registry.promote("router", 2, by="ci", evidence={"gain": 0.1})
     registry.promote("router", 4, by="ci", evidence={})
-    assert registry.rollback("router", by="ops") == 2
-    assert registry.rollback("router", by="ops") == 1
+    assert registry.rollback("router", Change("ops")) == 2
+    assert registry.rollback("router", Change("ops")) == 1
     with pytest.raises(RegistryError, match="nothing came before"):
-        registry.rollback("router", by="ops")
+        registry.rollback("router", Change("ops"))
     moves = [(e["action"], e["from"], e["to"], e["who"]) for e in registry.audit()[4:]]
     assert moves == [
         ("promote", 1, 2, "ci"),
@@ -96,14 +96,16 @@ def test_promote_and_rollback_leave_their_evidence(
     assert registry.audit()[4]["evidence"] == {"gain": 0.1}
 
 
-def test_rollback_without_an_audit_trail_takes_the_next_lower(
+def test_rollback_without_an_audit_trail_does_not_guess(
     registry: Registry, staged: Path, base: BaseModelInfo
 ) -> None:
     for _ in range(3):
         _publish(registry, staged, base)
     registry.promote("router", 3, by="x", evidence={})
     (registry.root / "audit.jsonl").unlink()
-    assert registry.rollback("router", by="x") == 2
+    with pytest.raises(RegistryError, match=r"says the audit trail.*has 1, 2, 3.*promote router"):
+        registry.rollback("router")
+    assert registry.current("router") == 3
 
 
 def test_unknown_names_list_the_known_ones(
@@ -115,7 +117,7 @@ def test_unknown_names_list_the_known_ones(
     calls: list[Callable[[], object]] = [
         lambda: registry.manifest("writer", 1),
         lambda: registry.promote("writer", 1, by="x", evidence={}),
-        lambda: registry.rollback("writer", by="x"),
+        lambda: registry.rollback("writer"),
         lambda: registry.publish("router", staged, base=base, parent=7),
     ]
     for call in calls[:3]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from marft_agents.errors import ServerError, SwapError
-from marft_agents.registry import durable
+from marft_agents.registry import Change, durable
 from marft_agents.schema import Probe
 from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits
@@ -36,14 +36,16 @@ def _assert_unchanged(stage: Stage) -> None:
     assert _serves(stage, "router") == "router@v1"
     assert set(stage.engine.adapters) == {"router@v1", "writer@v1"}
     assert stage.house.registry.current("router") == 1
-    assert [e["action"] for e in stage.house.registry.audit()] == ["publish"] * 3
+    trail = stage.house.registry.audit()
+    assert [e["action"] for e in trail if e["result"] == "done"] == ["publish"] * 3
+    assert all(e["current"] == 1 and "step" in e["result"] for e in trail[3:])
     state = stage.operator.state()["agents"]["router"]
     assert state == {"current": 1, "served": ["router@v1"]}
 
 
 def test_a_swap_moves_alias_current_and_audit(stage: Stage) -> None:
     assert _serves(stage, "router") == "router@v1"
-    result = stage.operator.swap("router", 2, by="me")
+    result = stage.operator.swap("router", 2, Change("me"))
     assert (result["agent"], result["from"], result["to"]) == ("router", 1, 2)
     assert result["probe"]["against"] == "trainer"
     assert result["probe"]["error"] < 1e-6 and result["probe"]["effect"] == pytest.approx(0.2)
@@ -328,7 +330,7 @@ def test_a_disk_that_refuses_current_leaves_alias_and_disk_agreeing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stage.house.registry, "promote", full)
+    monkeypatch.setattr(stage.house.registry, "move", full)
     with pytest.raises(SwapError, match=r"step record of router@v2.*No space.*router@v1 still"):
         stage.operator.swap("router", 2)
     stage.wait(lambda: "router@v2" not in stage.engine.adapters)

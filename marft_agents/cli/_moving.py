@@ -1,0 +1,140 @@
+"""Move an agent to another version: on disk, or in a running server, which then moves it on disk.
+
+Invariant: with a server, ``CURRENT`` moves only after the server loaded and probed the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from marft_agents.cli._text import printable
+from marft_agents.errors import ConfigError, ServerError
+from marft_agents.registry import Change, Registry, current_user, durable
+from marft_agents.registry.locks import server_of
+from marft_agents.serving.calls import AnswerError, NoAnswerError, call, new_client
+from marft_agents.serving.client import root_url
+from marft_agents.serving.gateway_client import GatewayClient
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+adapters_option = click.option(
+    "--adapters",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("adapters"),
+    show_default=True,
+    help="The registry's folder.",
+)
+server_option = click.option(
+    "--server",
+    metavar="URL",
+    help="Running `marft-agents serve` to swap; without it, only the version in use on disk moves.",
+)
+
+
+def evidence_options(command: _Command) -> _Command:
+    """``--reason``, ``--evaluation`` and ``--force``."""
+    for option in (
+        click.option("--force", is_flag=True, help="Also away from a pinned version."),
+        click.option(
+            "--evaluation",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="What the decision rests on: its name and sha256 go into the audit trail.",
+        ),
+        click.option("--reason", metavar="TEXT", help="Why; goes into the audit trail."),
+    ):
+        command = option(command)
+    return command
+
+
+def change_of(
+    command: str, reason: str | None = None, evaluation: Path | None = None, *, force: bool = False
+) -> Change:
+    """What the audit trail is to say."""
+    evidence: dict[str, Any] = {} if reason is None else {"reason": reason}
+    if evaluation is not None:
+        evidence["evaluation"] = {
+            "file": evaluation.name,
+            "sha256": durable.sha256_file(evaluation),
+        }
+    return Change(current_user(), command, evidence=evidence, force=force)
+
+
+def move_on_disk(registry: Registry, agent: str, version: int, change: Change) -> None:
+    """Move ``CURRENT`` and say so, and which running server was not told."""
+    registry.verify(agent, version)
+    offline = replace(change, evidence={**change.evidence, "offline": True})
+    before = registry.move(agent, version, offline)
+    if before == version:
+        told = f"{agent}: v{version} is in use already in {registry.root}; nothing was changed"
+    else:
+        told = f"{agent}: {_origin(before)} -> v{version} in {registry.root}"
+    click.echo(f"{told}; {_untold(registry)}")
+
+
+def _untold(registry: Registry) -> str:
+    who = server_of(registry.root)
+    return f"{printable(who)} was not told (--server URL)" if who else "no server was told"
+
+
+def move_on_server(
+    registry: Registry, agent: str, version: int, change: Change, server: str
+) -> None:
+    """Let the running server load, probe, serve and note the version, and say what it did.
+
+    Raises:
+        ServerError: it is down, or stopped at a step; the old version still serves.
+        ConfigError: it serves another folder than the one named.
+    """
+    registry.verify(agent, version)
+    require_server(server)
+    with GatewayClient(server, adapters_dir=registry.root) as client:
+        result = client.swap(agent, version, change)
+    _tell(result)
+    now = registry.current(agent)
+    if now != version:
+        raise ConfigError(
+            f"{server} serves {agent}@v{version} now, and {registry.root} says {_origin(now)}: the"
+            " server was started with another folder; name that one (--adapters)"
+        )
+
+
+def require_server(url: str) -> None:
+    """Say what to do when nothing answers.
+
+    Raises:
+        ServerError: nothing does.
+    """
+    with new_client({}) as http:
+        try:
+            call(http, "GET", f"{root_url(url)}/health", timeout_s=10.0)
+        except AnswerError:
+            return  # it runs; what is wrong with it the swap will say
+        except NoAnswerError as error:
+            raise ServerError(
+                f"{error}; start `marft-agents serve`, name it with --server URL, or change the"
+                " version in use without a server: --offline (swap), no --server (adapters)"
+            ) from error
+
+
+def _origin(version: int | None) -> str:
+    return "nothing" if version is None else f"v{version}"
+
+
+def _tell(result: dict[str, Any]) -> None:
+    probe: dict[str, Any] = result["probe"]
+    line = f"{result['agent']}: {_origin(result['from'])} -> v{result['to']}"
+    if result["from"] == result["to"]:
+        line = f"{result['agent']}: v{result['to']} serves already and was probed again"
+    if probe["error"] is not None:
+        line += f"; served log-probabilities equal the trainer's to {probe['error']:.1e}"
+    if probe["effect"] > 0:
+        line += f"; it differs from the base's by {probe['effect']:.3g}"
+    else:
+        line += "; it is untrained and answers exactly as the base does"
+    click.echo(line)

@@ -1,0 +1,127 @@
+"""Who may change the registry now, and which server serves from it.
+
+Invariant: both are locks of the operating system, which end with the process that holds them,
+however it ends. On a file system without locks changes are not kept apart, and a server that was
+killed there looks as if it still ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, cast
+
+from marft_agents.errors import ConfigError, RegistryError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK_FILE = ".registry.lock"
+SERVER_FILE = ".server.lock"
+_POLL_S = 0.02
+_CHANGE_TIMEOUT_S = 60.0
+_SERVER_TIMEOUT_S = 1.0  # others look at the lock for an instant
+
+
+def _take(handle: int, timeout_s: float, *, shared: bool = False) -> bool | None:
+    """Whether the lock was got within the time; ``None`` where there are no locks."""
+    if fcntl is None:
+        return None
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        except OSError:
+            return None
+
+
+@contextlib.contextmanager
+def changing(root: Path, timeout_s: float = _CHANGE_TIMEOUT_S) -> Generator[None]:
+    """Keep every other process and thread from changing the registry meanwhile.
+
+    Raises:
+        RegistryError: when another one does not end.
+    """
+    path = root / LOCK_FILE
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if _take(handle, timeout_s) is False:
+            raise RegistryError(
+                f"another process has been changing {root} for {timeout_s:g} s; wait for it, or end"
+                f" it (fuser {path} names it)"
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read(handle: int) -> str | None:
+    """Whom the lock file names; ``None`` when it is empty."""
+    text = os.pread(handle, 4096, 0).decode("utf-8", "replace")
+    try:
+        told: Any = json.loads(text)
+    except ValueError:
+        return "a server" if text.strip() else None
+    who = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    return f"process {who.get('pid')} on {who.get('host')} at {who.get('url')}"
+
+
+def server_of(root: Path) -> str | None:
+    """The server that serves from this folder, in words; ``None`` when none does."""
+    try:
+        handle = os.open(root / SERVER_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        free = _take(handle, 0.0, shared=True)
+        return None if free else _read(handle) or (None if free is None else "a server")
+    finally:
+        os.close(handle)
+
+
+def require_not_served(root: Path) -> None:
+    """Two servers on one folder would disagree about the versions in use.
+
+    Raises:
+        ConfigError: naming the server that is there.
+    """
+    if who := server_of(root):
+        raise ConfigError(
+            f"{root} is served already, by {who}; use that server, stop it, or serve another folder"
+        )
+
+
+@contextlib.contextmanager
+def serving(root: Path, url: str) -> Generator[None]:
+    """Say that ``url`` serves from the folder, until the block ends.
+
+    Raises:
+        ConfigError: when another server does.
+    """
+    handle = os.open(root / SERVER_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if _take(handle, _SERVER_TIMEOUT_S) is False:
+            require_not_served(root)
+            raise ConfigError(f"{root} is served already; serve another folder")
+        told = {"pid": os.getpid(), "host": socket.gethostname(), "url": url}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(told).encode() + b"\n", 0)
+        try:
+            yield
+        finally:
+            os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
