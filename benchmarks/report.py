@@ -14,6 +14,8 @@ from pathlib import Path
 
 from benchmarks.learning import report as learning_report
 from benchmarks.learning import run as learning_run
+from benchmarks.recorder import latency, log, log_report
+from benchmarks.recorder.latency_report import adding
 from benchmarks.records import Record, Results
 from benchmarks.trainer import measure
 from benchmarks.trainer import report as trainer_report
@@ -27,7 +29,7 @@ _HEAD = [
 ]
 
 
-def page(learning: Path, trainer: Path, figures: Path) -> str:
+def page(learning: Path, trainer: Path, recorder: Path, figures: Path) -> str:
     """The whole page; figures are written on the way."""
 
     def read(name: str) -> list[Record]:
@@ -35,6 +37,8 @@ def page(learning: Path, trainer: Path, figures: Path) -> str:
 
     online, first, tuning = read("online.jsonl"), read("logs_first.jsonl"), read("tuning.jsonl")
     runs = Results(trainer, measure.KEY).read()
+    calls = Results(recorder / latency.RESULTS.name, latency.KEY).read()
+    readings = Results(recorder / log.RESULTS.name, log.KEY).read()
     out = list(_HEAD)
     if online:
         out += [*learning_report.learning(online, tuning, figures), ""]
@@ -42,10 +46,19 @@ def page(learning: Path, trainer: Path, figures: Path) -> str:
         out += [*learning_report.logs_first(first, online, figures), ""]
     if runs:
         out += [*trainer_report.trainer(runs, figures), ""]
-    return "\n".join([*out, *_how([*online, *first], tuning, runs)])
+    if calls:
+        out += [*adding(calls), ""]
+    if readings:
+        out += [*log_report.reading(readings), ""]
+    return "\n".join([*out, *_how([*online, *first], tuning, runs, [*calls, *readings])])
 
 
-def _how(learning: Sequence[Record], tuning: Sequence[Record], runs: Sequence[Record]) -> list[str]:
+def _how(
+    learning: Sequence[Record],
+    tuning: Sequence[Record],
+    runs: Sequence[Record],
+    recorder: Sequence[Record],
+) -> list[str]:
     out = ["## What was run", ""]
     if learning:
         out += [
@@ -60,9 +73,14 @@ def _how(learning: Sequence[Record], tuning: Sequence[Record], runs: Sequence[Re
             f"- `python -m benchmarks.trainer.measure`: {len(runs)} processes, {spent:.0f} minutes"
             " by the clock. `--quick` runs in a minute.",
         ]
-    for machine in _machines([*learning, *runs]):
+    if recorder:
+        out += [
+            "- `python -m benchmarks.recorder.latency` and `python -m benchmarks.recorder.log`:"
+            f" {len(recorder)} processes.",
+        ]
+    for machine in _machines([*learning, *runs, *recorder]):
         out.append(f"- {machine}")
-    load = [r["load"] for r in [*learning, *runs]]
+    load = [r["load"] for r in [*learning, *runs, *recorder]]
     if load:
         out.append(
             f"- The machine had other work too: {min(load):.1f} to {max(load):.1f} processes"
@@ -96,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--learning", type=Path, default=learning_run.RESULTS)
     parser.add_argument("--trainer", type=Path, default=measure.RESULTS)
+    parser.add_argument("--recorder", type=Path, default=latency.RESULTS.parent)
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
-    text = page(options.learning, options.trainer, options.docs / "figures")
+    text = page(options.learning, options.trainer, options.recorder, options.docs / "figures")
     (options.docs / "evidence.md").write_text(text, encoding="utf-8")
 
 

@@ -50,17 +50,20 @@ def _marft(folder: Path) -> tuple[Wrap, Finish]:
 
 
 def _mlflow(folder: Path) -> tuple[Wrap, Finish]:
-    import mlflow
+    import mlflow  # pyright: ignore[reportMissingImports] in the benchmark's environment
 
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     mlflow.set_experiment("chat")
     mlflow.autogen.autolog()
-    return lambda team: team, lambda: mlflow.flush_trace_async_logging(terminate=True)
+    flush: Any = mlflow.flush_trace_async_logging
+    return lambda team: team, lambda: flush(terminate=True)
 
 
 def _opentelemetry(folder: Path) -> tuple[Wrap, Finish]:
     from opentelemetry import trace
-    from opentelemetry.instrumentation.openai import OpenAIInstrumentor
+    from opentelemetry.instrumentation.openai import (  # pyright: ignore[reportMissingImports]
+        OpenAIInstrumentor,
+    )
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
@@ -77,7 +80,9 @@ def _opentelemetry(folder: Path) -> tuple[Wrap, Finish]:
     return lambda team: team, finish
 
 
-START = dict(zip(TOOLS, (_plain, _marft, _mlflow, _opentelemetry), strict=True))
+START: dict[str, Callable[[Path], tuple[Wrap, Finish]]] = dict(
+    zip(TOOLS, (_plain, _marft, _mlflow, _opentelemetry), strict=True)
+)
 
 
 def _team(url: str, stream: bool) -> RoundRobinGroupChat:

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.learning.report import learning, logs_first, tuned
 from benchmarks.learning.summary import rows
+from benchmarks.recorder.latency_report import adding
 from benchmarks.records import Results, machine
 from benchmarks.report import page
 from benchmarks.trainer.measure import KEY as TRAINER_KEY
@@ -146,7 +147,7 @@ def test_variants_take_turns() -> None:
 
 
 def test_a_page_without_results_claims_nothing(tmp_path: Path) -> None:
-    text = page(tmp_path / "none", tmp_path / "none.jsonl", tmp_path / "figures")
+    text = page(tmp_path / "none", tmp_path / "none.jsonl", tmp_path / "none", tmp_path / "figures")
     assert "##" in text and "|" not in text
 
 
@@ -155,7 +156,7 @@ def test_the_page_has_a_chapter_per_benchmark(tmp_path: Path) -> None:
     for record in runs():
         results.add(record)
     Results(tmp_path / "t.jsonl", TRAINER_KEY).add(measurement("ours-ppo", 1, 0, 1.0))
-    text = page(tmp_path, tmp_path / "t.jsonl", tmp_path / "figures")
+    text = page(tmp_path, tmp_path / "t.jsonl", tmp_path / "recorder", tmp_path / "figures")
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     assert heads == ["## Does it learn, and against what?", "## What does it cost?",
                      "## What was run"]  # fmt: skip
@@ -177,9 +178,22 @@ def test_the_committed_page_is_the_one_that_the_results_give(tmp_path: Path) -> 
     text = page(
         root / "benchmarks/learning/results",
         root / "benchmarks/trainer/results/runs.jsonl",
+        root / "benchmarks/recorder/results",
         tmp_path / "figures",
     )
     assert text == written.read_text(encoding="utf-8")
     for figure in (tmp_path / "figures").iterdir():
         committed = root / "docs/figures" / figure.name
         assert figure.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
+
+
+def test_what_a_tool_adds_is_the_difference_to_the_plain_run_of_its_repeat() -> None:
+    def run(tool: str, repeat: int, p50: float) -> dict[str, Any]:
+        return {"tool": tool, "stream": False, "repeat": repeat, "chats": 2, "p50_ms": p50,
+                "p99_ms": 2 * p50, "cpu_s_per_turn": p50 / 1e3}  # fmt: skip
+
+    plain = [run("plain", n, p50) for n, p50 in enumerate((1.0, 2.0, 5.0))]
+    tool = [run("mlflow", n, p50) for n, p50 in enumerate((2.5, 3.0, 5.5))]
+    (row,) = [line for line in adding([*plain, *tool]) if line.startswith("| MLflow")]
+    assert "| whole | +1.00 (+0.50 to +1.50) | +2.00 (+1.00 to +3.00) |" in row
+    assert row.endswith("| 3 |")
