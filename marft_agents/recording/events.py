@@ -1,75 +1,54 @@
-"""Server-sent events, fed as bytes in any cut, folded into a reply.
+"""Server-sent events, taken line by line, folded into a reply.
 
-Invariant: lines end as the standard says (LF, CR LF or CR), a byte order mark and comments are
-skipped, data of several lines is joined, and nothing counts after ``[DONE]``. What is cut in the
-middle of an event does not count; a whole event that is no JSON is an error of the reply.
+Invariant: comments are skipped, data of several lines is joined, and nothing counts after
+``[DONE]``. What is cut in the middle of an event does not count; a whole event that is no JSON is
+an error of the reply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from marft_agents.recording.jsontext import mapping, mappings, parse_json
+from marft_agents.recording.jsontext import mapping, mappings
+from marft_agents.recording.lines import NO_JSON, Line, parsed
 from marft_agents.recording.reply import Choice, Reply, index_of, legacy_call, reasoned, said
 from marft_agents.schema import JsonDict
 
-_BOM = b"\xef\xbb\xbf"
-
 
 class StreamReader:
-    """Reads the bytes of a stream into ``reply``; ``echo``: it begins with words of the prompt."""
+    """Reads the lines of a stream into ``reply``; ``echo``: it begins with words of the prompt."""
 
     def __init__(self, expected: int = 1, *, echo: bool = False) -> None:
         self._echo = echo
         self.reply = Reply(streamed=True, expected=expected)
-        self._rest: list[bytes] = []
-        """The unfinished line, in pieces."""
-        self._data: list[bytes] = []
-        self._begun = self._done = False
+        self._event: list[Line] = []
+        self._done = False
 
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
-        held_return = bool(self._rest) and self._rest[-1].endswith(b"\r")
-        if not held_return and b"\n" not in data and b"\r" not in data:
-            self._rest.append(data)
-            return
-        whole = b"".join([*self._rest, data])
-        held = 1 if whole.endswith(b"\r") else 0  # its LF may come with the next bytes
-        *lines, last = _lines(whole[: len(whole) - held])
-        self._rest = [last + whole[len(whole) - held :]]
+    def take(self, lines: Iterable[Line]) -> None:
+        """Read the next lines of the body."""
         for line in lines:
-            self._line(line)
+            if line.data is not None:
+                self._event.append(line)
+            elif line.blank:
+                self._dispatch()
 
-    def end(self) -> None:
+    def end(self, rest: Iterable[Line] = ()) -> None:
         """The body is over: read an event that has no blank line after it."""
-        rest, self._rest = b"".join(self._rest), []
-        for line in filter(None, _lines(rest)):
-            self._line(line)
+        self.take(rest)
         self._dispatch(cut=True)
 
-    def _line(self, line: bytes) -> None:
-        if not self._begun:
-            self._begun = True
-            line = line.removeprefix(_BOM)
-        if line.startswith(b"data:"):
-            self._data.append(line[5:].removeprefix(b" "))
-        elif not line:
-            self._dispatch()
-
     def _dispatch(self, *, cut: bool = False) -> None:
-        event, self._data = b"\n".join(self._data).strip(), []
-        if not event or self._done:
+        event, self._event = self._event, []
+        data = b"\n".join([line.data or b"" for line in event]).strip()
+        if not data or self._done:
             return
-        if event.startswith(b"[DONE]"):
+        if data.startswith(b"[DONE]"):
             self._done = True
             return
-        try:
-            chunk = parse_json(event)
-        except ValueError:
-            if not cut:
-                self.reply.error = self.reply.error or "an event of the stream is not JSON"
-            return
+        chunk = event[0].value if len(event) == 1 else parsed(data)
+        if chunk is NO_JSON and not cut:
+            self.reply.error = self.reply.error or "an event of the stream is not JSON"
         if isinstance(chunk, dict):
             self._chunk(cast("JsonDict", chunk))
 
@@ -138,11 +117,3 @@ def _joined(before: Any, piece: JsonDict) -> JsonDict:
         text = isinstance(value, str) and isinstance(out.get(name), str)
         out[name] = out[name] + value if text else value if value is not None else out.get(name)
     return out
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """The lines of ``data``, the last one the one that has no end yet."""
-    lines = data.splitlines()
-    if not data or data.endswith((b"\n", b"\r")):
-        lines.append(b"")
-    return lines

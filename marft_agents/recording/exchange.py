@@ -2,8 +2,8 @@
 
 Invariant: the app's request keeps everything the app put in it, byte for byte, and gains at most
 two body fields and two headers (and, where the app asked for it, another model name). The app's
-response keeps its bytes, chunk by chunk (but for the model name that was asked for); reading them
-also feeds the record. ``httpx`` and ``httpx2`` are the same here.
+response is the one that it would have had, line by line: what was asked for on our account is
+taken out again. Reading it also feeds the record. ``httpx`` and ``httpx2`` are the same here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from marft_agents.recording.call import Call
 from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
 from marft_agents.recording.events import StreamReader
-from marft_agents.recording.jsontext import JsonObject, mapping, parse_json
-from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt
-from marft_agents.recording.renaming import Renamer, renamed_response
+from marft_agents.recording.jsontext import JsonObject, mapping
+from marft_agents.recording.lines import Line, Lines, parsed
+from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt, token_fields
 from marft_agents.recording.reply import Reply, completion, error_text
+from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
 from marft_agents.recording.routing import routed_model
 from marft_agents.recording.server import Verdict
 from marft_agents.recording.tee import tee
@@ -60,12 +61,17 @@ class Exchange:
         self.reply: Reply | None = None
         self.closed = False
         self.started = self.ended = time.perf_counter()
-        self.renamer: Renamer | None = None
         self._tagged = tagged
         self._request = request
         self._headers: Any = {}
+        self._hidden = NOTHING
+        self._renamed = False
+        self._restorer: Restorer | None = None
         self._reader: StreamReader | None = None
+        self._lines = Lines()
         self._raw: list[bytes] = []
+        self._read: tuple[bytes, Any] = b"", None
+        """A body in one piece, and what it says."""
         self._fed: float | None = None
         for name in _KEY_HEADERS:
             call.episode.core.safety.hide(request.headers.get(name))
@@ -112,11 +118,12 @@ class Exchange:
     def _build(self, inject: bool) -> Any:
         assert self._wire is not None
         call, body = self.call, self._wire.fields
-        put = {k: v for k, v in TOKEN_FIELDS.items() if k not in body} if inject else {}
+        put = token_fields(body) if inject else {}
+        self._hidden = frozenset(name.removeprefix("return_") for name in put)
         model = routed_model(call.episode.core, call.agent, self)
         if model is not None and model != self.asked_model:
             put["model"] = model
-            self.renamer = Renamer(self.asked_model) if self.asked_model is not None else None
+            self._renamed = self.asked_model is not None
         if not (inject or put or self._tagged):
             self.request_body = body
             return self._request
@@ -159,33 +166,57 @@ class Exchange:
             echo = bool(self.request_body.get("echo"))
             self._reader = StreamReader(expected=self._expected(), echo=echo)
             self.reply = self._reader.reply
-        if not self.answered:
-            self.renamer = None
-        elif self.renamer is not None and not self.streaming:
-            self.renamer.in_one_piece()
+        if self.answered and (self._hidden or self._renamed):
+            asked = self.asked_model if self._renamed else None
+            self._restorer = Restorer(asked, self._hidden, failed=self._failed_to_restore)
 
     def received(self, response: Any, *, stream: bool, is_async: bool) -> Any:
         """Attach to ``response``; returns what the app is to get (the same object, as a rule)."""
         self.begin(response.status_code, response.headers)
         if stream:
+            if self._restorer is not None and not self.streaming:
+                set_length(response, None)
             tee(response, self, is_async=is_async)
             return response
         content = response.content
-        self.feed(content)
+        seen = self.feed(content) + self.rest()
         self.close()
-        if self.renamer is None:
-            return response
-        return renamed_response(response, self.renamer.feed(content) + self.renamer.end())
+        return response if seen == content else restored_response(response, seen)
 
-    def feed(self, data: bytes) -> None:
-        """The app has received ``data``."""
+    def feed(self, data: bytes) -> bytes:
+        """The server has sent ``data``; returns what the app is to see after it."""
         self._fed = time.perf_counter()
         if self._reader is None:
             self._raw.append(data)
-            return
-        self._reader.feed(data)
-        if self._reader.reply.finished:
-            self._register()
+            return data if self._restorer is None else b""
+        lines = self._lines.feed(data)
+        with self.call.episode.core.safety.guard("read a streamed reply"):
+            self._take(self._reader, lines)
+        return data if self._restorer is None else self._restorer.lines(lines)
+
+    def rest(self) -> bytes:
+        """What the app is to see when nothing more comes."""
+        restorer, self._restorer = self._restorer, None
+        if restorer is None:
+            return b""
+        if self._reader is not None:
+            return restorer.end(self._lines.rest())
+        return restorer.whole(*self._whole())
+
+    def _take(self, reader: StreamReader, lines: list[Line]) -> None:
+        if not self.closed:
+            reader.take(lines)
+            if reader.reply.finished:
+                self._register()
+
+    def _whole(self) -> tuple[bytes, Any]:
+        raw = b"".join(self._raw)
+        if self._read[0] != raw:
+            self._read = raw, parsed(raw)
+        return self._read
+
+    def _failed_to_restore(self, error: Exception) -> None:
+        self.call.episode.core.safety.failed("restore a reply", error)
 
     def close(self, error: BaseException | None = None) -> None:
         """The response is read, given up, or cut by ``error``. The first time counts."""
@@ -196,6 +227,8 @@ class Exchange:
             self._read_body()
             self._settle()
             self._register()
+        if self._restorer is None:
+            self._raw, self._read = [], (b"", None)
         if error is not None:
             self.error = self.error or describe_error(error)
         cut = error is not None or self._fed is None
@@ -207,16 +240,12 @@ class Exchange:
 
     def _read_body(self) -> None:
         if self._reader is not None:
-            self._reader.end()
+            self._reader.end(self._lines.rest())
             self.error = self.error or self._redacted(self._reader.reply.error)
             return
         if self.status is None:
             return
-        raw, self._raw = b"".join(self._raw), []
-        try:
-            body = parse_json(raw)
-        except ValueError:
-            body = None
+        raw, body = self._whole()
         if self.answered and isinstance(body, dict):
             self.reply = completion(cast("JsonDict", body), self._expected())
             nothing = None if self.reply.choices else "the reply has no choices"

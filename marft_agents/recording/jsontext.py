@@ -97,6 +97,16 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
+def value_end(data: bytes, at: int) -> int:
+    """Where the JSON value that begins at ``at`` ends.
+
+    Raises:
+        ValueError: none begins there.
+    """
+    text = data[at:].decode()
+    return at + len(text[: _DECODER.raw_decode(text)[1]].encode())
+
+
 def _dumped(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 

@@ -1,70 +1,263 @@
-"""A reply of one model under the name of the model that the app asked for.
+"""A reply as it would have been without a recorder on the way.
 
-Invariant: only the value of the top-level ``model`` changes, in a whole reply and in every event of
-a stream; every other byte passes as it came, each line of a stream as soon as it is complete.
+Invariant: the top-level ``model`` is the one that was asked for; token fields that the recorder put
+in read as where nobody asked: they keep their place and are null, and chunks that came only for
+their sake are gone. Every other byte passes as it came, each line of a stream as soon as it is
+complete; what is no JSON passes untouched. Where the text is of a form that cannot be edited in
+place, the same JSON is written anew.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import re
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, cast
 
-from marft_agents.recording.jsontext import JsonObject
+from marft_agents.recording.jsontext import mappings, value_end
+from marft_agents.recording.lines import NO_JSON, Line, parsed
+from marft_agents.schema import JsonDict
 
-_DATA = b"data:"
+NOTHING: frozenset[str] = frozenset()
+_DONE = b"[DONE]"
+_BOTH = frozenset({"token_ids", "logprobs"})
 
 
-class Renamer:
-    """Puts ``asked`` into the bytes of one reply."""
+def _raise(error: Exception) -> None:
+    raise error
 
-    def __init__(self, asked: str) -> None:
+
+class Restorer:
+    """Restores one reply.
+
+    ``asked``: the model's name for the app, in place of ``served`` alone where that is given.
+    ``hidden``: of ``token_ids`` and ``logprobs``, what the app is not to see. ``failed`` is told of
+    a bug in here; the text concerned then passes as it came.
+    """
+
+    def __init__(
+        self,
+        asked: str | None,
+        hidden: Collection[str] = NOTHING,
+        *,
+        served: str | None = None,
+        failed: Callable[[Exception], None] = _raise,
+    ) -> None:
         self._asked = asked
-        self._held: list[bytes] = []
-        self._whole = False
+        self._hidden = frozenset(hidden)
+        self._served = served
+        self._mark = b"" if hidden or served is None else served.encode()
+        self._failed = failed
+        self._held: list[Line] = []
+        """Of an event in several lines, those that came."""
+        self._dropped = self._line_dropped = False
 
-    def in_one_piece(self) -> None:
-        """The reply is no stream: nothing can be said before its end."""
-        self._whole = True
+    def whole(self, body: bytes, value: Any = None) -> bytes:
+        """A reply in one piece; ``value``: what it is, where that is known."""
+        return self._text(body, parsed(body) if value is None else value)
 
-    def feed(self, data: bytes) -> bytes:
-        """What the app is to see after these bytes."""
-        if self._whole or b"\n" not in data:
-            self._held.append(data)
-            return b""
-        lines = b"".join([*self._held, data]).split(b"\n")
-        self._held = [lines.pop()]
-        return b"".join(self._line(line) + b"\n" for line in lines)
+    def lines(self, lines: Iterable[Line]) -> bytes:
+        """What the app is to see of these lines of a stream."""
+        return b"".join([self._line(line) for line in lines])
 
-    def end(self) -> bytes:
+    def end(self, rest: Iterable[Line]) -> bytes:
         """What is left to see when nothing more comes."""
-        rest, self._held = b"".join(self._held), []
-        return self._renamed(rest) if self._whole else self._line(rest)
+        return self.lines(rest) + self._release(b"")
 
-    def _line(self, line: bytes) -> bytes:
-        if not line.startswith(_DATA):
-            return line
-        return _DATA + self._renamed(line[len(_DATA) :])
+    def _line(self, line: Line) -> bytes:
+        if line.silent and self._held:
+            self._held.append(line)
+            return b""
+        if line.silent:
+            return b"" if self._line_dropped else line.text
+        self._line_dropped = False
+        if line.data is None or line.data.startswith(_DONE) or self._mark not in line.text:
+            return self._other(line)
+        value = line.value
+        if value is NO_JSON or self._held:
+            self._held.append(line)
+            return b""
+        text = self._text(line.data, value)
+        self._dropped = self._line_dropped = not text
+        if not text or text is line.data:
+            return line.text if text else b""
+        at = line.text.index(line.data)
+        return line.text[:at] + text + line.text[at + len(line.data) :]
 
-    def _renamed(self, text: bytes) -> bytes:
+    def _other(self, line: Line) -> bytes:
+        """A line without data, or without any that concerns us."""
+        if self._held and not line.blank:
+            self._held.append(line)
+            return b""
+        if self._held:
+            return self._release(line.text)
+        if self._dropped and line.blank:  # it ended the event that is gone
+            self._dropped, self._line_dropped = False, True
+            return b""
+        self._dropped = self._dropped and line.data is None
+        return line.text
+
+    def _release(self, end: bytes) -> bytes:
+        """The event in several lines that is over."""
+        held, self._held = self._held, []
+        said = [line for line in held if line.data is not None]
+        joined = b"\n".join(cast("bytes", line.data) for line in said)
+        value = parsed(joined) if len(said) > 1 else NO_JSON
+        text = joined if value is NO_JSON else self._text(joined, value)
+        if text is joined:
+            return b"".join(line.text for line in held) + end
+        others = b"".join(line.text for line in held if line.data is None and not line.silent)
+        self._line_dropped = not text
+        if not text:
+            return others
+        tail = b"\r\n" if any(line.silent for line in held) else said[0].end
+        return others + b"".join(b"data: " + part + tail for part in text.split(b"\n")) + end
+
+    def _text(self, data: bytes, value: Any) -> bytes:
+        """A JSON text, restored; empty when nothing of it is left."""
+        if not isinstance(value, dict):
+            return data
+        fields = cast("JsonDict", value)
         try:
-            found = JsonObject(text)
-        except ValueError:
-            return text
-        if not isinstance(found.fields.get("model"), str):
-            return text
-        return found.edited({"model": self._asked})[1]
+            if self._hidden >= _BOTH and _is_bare(fields):
+                return b""
+            wanted = self._wanted(fields)
+            return data if wanted is None else _written(data, fields, wanted, self._hidden)
+        except Exception as error:
+            self._failed(error)
+            return data
+
+    def _wanted(self, fields: JsonDict) -> JsonDict | None:
+        """The fields as they are to be, ``None`` where they are so already."""
+        put: JsonDict = {}
+        model = fields.get("model")
+        if self._asked is not None and isinstance(model, str) and model != self._asked:
+            put |= {"model": self._asked} if self._served in (None, model) else {}
+        if "token_ids" in self._hidden and fields.get("prompt_token_ids") is not None:
+            put["prompt_token_ids"] = None
+        choices = fields.get("choices")
+        if self._hidden and isinstance(choices, list):
+            before = cast("list[Any]", choices)
+            after = [self._without(choice) for choice in before]
+            if any(a is not b for a, b in zip(after, before, strict=True)):
+                put["choices"] = after
+        return fields | put if put else None
+
+    def _without(self, choice: Any) -> Any:
+        if not isinstance(choice, dict):
+            return choice
+        found = cast("JsonDict", choice)
+        gone = [name for name in self._hidden if found.get(name) is not None]
+        return found | dict.fromkeys(gone) if gone else found
 
 
-def renamed_response(response: Any, content: bytes) -> Any:
-    """``response`` with another body."""
-    changed = (b"content-length", b"content-encoding", b"transfer-encoding")
-    headers = [(k, v) for k, v in response.headers.raw if k.lower() not in changed]
-    renamed = type(response)(
+def _is_bare(fields: JsonDict) -> bool:
+    """A chunk without any text, which vLLM sends to those who ask for ids or log-probabilities."""
+    choices = mappings(fields.get("choices"))
+    return bool(choices) and all(
+        choice.get("delta") == {}
+        and choice.get("finish_reason") is None
+        and any(choice.get(name) is not None for name in _BOTH)
+        for choice in choices
+    )
+
+
+def _written(data: bytes, fields: JsonDict, wanted: JsonDict, hidden: Collection[str]) -> bytes:
+    """``wanted`` in the text of ``fields``.
+
+    Its places are found by their looks, which is quick; that they were the right ones shows in what
+    the outcome reads as.
+    """
+    try:
+        spliced = _spliced(data, fields, wanted, hidden)
+    except ValueError:
+        spliced = None
+    if spliced is not None and parsed(spliced) == wanted:
+        return spliced
+    return json.dumps(wanted, separators=(",", ":")).encode()
+
+
+def _spliced(
+    data: bytes, fields: JsonDict, wanted: JsonDict, hidden: Collection[str]
+) -> bytes | None:
+    places: list[tuple[int, int, bytes]] = []
+    for name in ("model", "prompt_token_ids"):
+        if wanted.get(name) != fields.get(name):
+            at = _after(data, name, 0)
+            places.append((at, _end(data, at, fields, name), json.dumps(wanted[name]).encode()))
+    if wanted.get("choices") is not fields.get("choices"):
+        at = _after(data, "choices", 0)
+        for choice in mappings(fields["choices"]):
+            for name in choice:
+                if name not in hidden or at < 0:
+                    continue
+                at = _after(data, name, at)
+                if choice[name] is not None:
+                    places.append((at, _end(data, at, choice, name), b"null"))
+    out: list[bytes] = []
+    before = 0
+    for at, end, text in sorted(places):
+        if at < before or end < at:
+            return None
+        out += [data[before:at], text]
+        before = end
+    return b"".join([*out, data[before:]])
+
+
+@lru_cache(maxsize=64)
+def _key(name: str) -> re.Pattern[bytes]:
+    return re.compile(rb'"' + re.escape(name.encode()) + rb'"[ \t\r\n]*:[ \t\r\n]*')
+
+
+def _after(data: bytes, name: str, at: int) -> int:
+    """Where the value of the next member of this name begins; -1: nowhere."""
+    found = _key(name).search(data, at) if at >= 0 else None
+    return found.end() if found else -1
+
+
+def _end(data: bytes, at: int, holder: Any, name: str) -> int:
+    """Where the value at ``at`` ends, going by what it is and what comes next; -1: unknown."""
+    value = holder[name]
+    if at < 0:
+        return -1
+    if isinstance(value, str):
+        for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            if data.startswith(encoded := text.encode("utf-8", "replace"), at):
+                return at + len(encoded)
+        return -1
+    if isinstance(value, list):
+        return data.find(b"]", at) + 1
+    names = list(holder)
+    following = names[names.index(name) + 1 :]
+    found = _key(following[0]).search(data, at) if following else None
+    comma = data.rfind(b",", at, found.start()) if found else -1
+    return len(data[:comma].rstrip()) if comma >= 0 else value_end(data, at)
+
+
+def restored_response(response: Any, content: bytes) -> Any:
+    """``response`` with another body; its headers are those of a server that sent this one."""
+    coded = (b"content-length", b"content-encoding", b"transfer-encoding")
+    built = type(response)(
         response.status_code,
-        headers=headers,
+        headers=[(k, v) for k, v in response.headers.raw if k.lower() not in coded],
         content=content,
         request=response.request,
         extensions=response.extensions,
         history=response.history,
     )
-    renamed.elapsed = response.elapsed
-    return renamed
+    with suppress(RuntimeError):  # not known of replies that never were a stream
+        built.elapsed = response.elapsed
+    built.headers = response.headers.copy()
+    set_length(built, content)
+    return built
+
+
+def set_length(response: Any, content: bytes | None) -> None:
+    """Correct ``content-length``, which counts the body as sent; unknown, it is left out."""
+    headers = response.headers
+    if content is not None and "content-length" in headers and "content-encoding" not in headers:
+        headers["content-length"] = str(len(content))
+    else:
+        headers.pop("content-length", None)

@@ -1,7 +1,7 @@
 """A response that feeds its record while the app reads it.
 
-Invariant: the app gets the same chunks at the same moment; feeding comes before the app sees a
-chunk, and ends when the app has read everything, closes the response, or lets it go.
+Invariant: the app gets what it is to see of each chunk at the moment of the chunk; feeding comes
+before that, and ends when the app has read everything, closes the response, or lets it go.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ def tee(response: Any, exchange: Exchange, *, is_async: bool) -> None:
         _tee_sync(response, exchange)
 
 
-def _fed(exchange: Exchange, data: bytes) -> bytes:
+def _seen(exchange: Exchange, data: bytes) -> bytes:
     """What the app sees of ``data``."""
     try:
-        exchange.feed(data)
+        return exchange.feed(data)
     except Exception as error:
         exchange.call.episode.core.safety.failed("read a streamed reply", error)
-    return data if exchange.renamer is None else exchange.renamer.feed(data)
-
-
-def _rest(exchange: Exchange) -> bytes:
-    return b"" if exchange.renamer is None else exchange.renamer.end()
+        return data
 
 
 def _tee_sync(response: Any, exchange: Exchange) -> None:
     read, close = response.iter_bytes, response.close
-    reading = False  # a close inside of it comes from the client, which knows why; it raises next
+    begun = reading = (
+        False  # a close inside of it comes from the client, which knows why; it raises next
+    )
 
     def iter_bytes(*args: Any, **kwargs: Any) -> Iterator[bytes]:
         chunks = read(*args, **kwargs)
-        if exchange.closed:  # a second reading, of the stored content
+        nonlocal reading, begun
+        if begun:  # a second reading, of the stored content
             yield from chunks
             return
-        nonlocal reading
+        begun = True
         problem: BaseException | None = None
         try:
             reading = True
             for chunk in chunks:
-                if seen := _fed(exchange, chunk):
+                if seen := _seen(exchange, chunk):
                     reading = False
                     yield seen
                     reading = True
             reading = False
-            if seen := _rest(exchange):
+            if seen := exchange.rest():
                 yield seen
         except GeneratorExit:
             raise
@@ -76,25 +75,25 @@ def _tee_sync(response: Any, exchange: Exchange) -> None:
 
 def _tee_async(response: Any, exchange: Exchange) -> None:
     read, aclose = response.aiter_bytes, response.aclose
-    reading = False
+    begun = reading = False
 
     async def aiter_bytes(*args: Any, **kwargs: Any) -> AsyncIterator[bytes]:
         chunks = read(*args, **kwargs)
-        nonlocal reading
+        nonlocal reading, begun
         problem: BaseException | None = None
         try:
-            if exchange.closed:  # a second reading, of the stored content
+            if begun:  # a second reading, of the stored content
                 async for chunk in chunks:
                     yield chunk
                 return
-            reading = True
+            begun = reading = True
             async for chunk in chunks:
-                if seen := _fed(exchange, chunk):
+                if seen := _seen(exchange, chunk):
                     reading = False
                     yield seen
                     reading = True
             reading = False
-            if seen := _rest(exchange):
+            if seen := exchange.rest():
                 yield seen
         except GeneratorExit:
             raise

@@ -176,11 +176,12 @@ def completion_body(reply: Reply, body: JsonDict, number: int) -> JsonDict:
             "total_tokens": len(prompt) + sum(length for _, length in made),
         },
     }
-    return out | ({"prompt_token_ids": prompt} if _with_ids(reply, body) else {})
+    return out | _ids(reply, body, "prompt_token_ids", prompt)
 
 
-def _with_ids(reply: Reply, body: JsonDict) -> bool:
-    return reply.with_ids and bool(body.get("return_token_ids"))
+def _ids(reply: Reply, body: JsonDict, name: str, ids: list[int]) -> JsonDict:
+    """The field for ids of a server that knows it: null where nobody asked."""
+    return {name: ids if body.get("return_token_ids") else None} if reply.with_ids else {}
 
 
 def _choice(
@@ -213,9 +214,7 @@ def _choice(
     if body.get("logprobs"):
         content = [{"token": "", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]
         choice["logprobs"] = {"content": content}
-    if _with_ids(reply, body):
-        choice["token_ids"] = ids
-    return choice, len(ids)
+    return choice | _ids(reply, body, "token_ids", ids), len(ids)
 
 
 def stream_events(whole: JsonDict, *, usage: bool) -> Iterator[JsonDict]:
@@ -252,7 +251,8 @@ def _pieces(choice: JsonDict) -> Iterator[JsonDict]:
             "finish_reason": choice["finish_reason"] if last else None,
         }
         piece["logprobs"] = {"content": content[part]} if content else None
-        yield piece | ({"token_ids": ids[part]} if ids is not None else {})
+        piece |= {"token_ids": ids and ids[part]} if "token_ids" in choice else {}
+        yield piece
 
 
 class _Server(ThreadingHTTPServer):

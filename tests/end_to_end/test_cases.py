@@ -195,8 +195,8 @@ def test_case_06_a_reply_without_ids_or_logprobs_is_said_at_once_and_never_train
 ) -> None:
     body = case("06-client-config.json")["response_without_ids"]
     if lost == "logprobs":
-        body["prompt_token_ids"] = [1, 2]
-        body["choices"][0]["token_ids"] = [3, 4]
+        body["prompt_token_ids"] = list(range(body["usage"]["prompt_tokens"]))
+        body["choices"][0]["token_ids"] = list(range(body["usage"]["completion_tokens"]))
     with (
         ScriptedServer([Reply(body=body), Reply(body=body | {"id": "chatcmpl-07"})]) as server,
         MarftRecorder(tmp_path) as recorder,

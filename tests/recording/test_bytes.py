@@ -14,7 +14,19 @@ from pydantic import BaseModel
 
 from marft_agents.recording import MarftRecorder
 from marft_agents.testing import InMemoryLog, Reply
-from tests.recording.wire_kit import EVENTS, Answer, Wire, events_of, stream, streamed, whole
+from tests.recording.wire_kit import (
+    ASKED,
+    EVENTS,
+    Answer,
+    Wire,
+    body_of,
+    events_of,
+    fields_of,
+    in_pieces,
+    stream,
+    streamed,
+    whole,
+)
 
 ADDED = b',"return_token_ids":true,"logprobs":true'
 MESSAGES: Any = [
@@ -124,28 +136,112 @@ def test_parsed_replies() -> None:
     _check(*_both(parse, whole('{"x": 1}'), {}))
 
 
-ODD = {
-    "comments and bom": b"\xef\xbb\xbf: hi\r\n\r\n" + stream(events_of("a b"), end="\r\n"),
-    "not utf-8": stream(events_of("a b")).replace(b"a b", b"\xff\xfe"),
-    "empty": b"",
-    "html": b"<html>\n<body>bad gateway</body></html>",
-    "json": json.dumps({"error": {"message": "no"}}).encode(),
+ODD: dict[str, Callable[[Any], bytes]] = {
+    "comments and bom": lambda asked: b"\xef\xbb\xbf: hi\r\n\r\n" + _events(asked, end="\r\n"),
+    "returns alone": lambda asked: _events(asked, end="\r"),
+    "no last end": lambda asked: _events(asked, done=False).rstrip(),
+    "after the end": lambda asked: _events(asked) + _events(asked),
+    "not utf-8": lambda asked: b"data: {\xff\xfe}\n\n" + _events(asked),
+    "several lines": lambda asked: _events(asked).replace(b", ", b",\ndata: "),
+    "several lines, crlf": lambda asked: _events(asked, end="\r\n").replace(b", ", b",\r\ndata: "),
+    "empty": lambda _: b"",
+    "html": lambda _: b"<html>\n<body>bad gateway</body></html>",
+    "json": lambda _: json.dumps({"error": {"message": "no"}}).encode(),
 }
 
 
-@pytest.mark.parametrize("data", ODD.values(), ids=ODD)
+def _events(asked: Any, **form: Any) -> bytes:
+    return stream(events_of("Grüße: a b", request=asked), **form)
+
+
+@pytest.mark.parametrize("form", ODD)
 @pytest.mark.parametrize("kind", [EVENTS, "text/html", None])
 @pytest.mark.parametrize("gzipped", [False, True])
-def test_streamed_bytes_of_any_kind_pass(data: bytes, kind: str | None, gzipped: bool) -> None:
+@pytest.mark.parametrize("own", [{}, {"logprobs": True}])
+def test_streamed_bytes_of_any_kind_pass(
+    form: str, kind: str | None, gzipped: bool, own: dict[str, Any]
+) -> None:
+    def read(client: Any, **request: Any) -> Any:
+        create = client.chat.completions.with_streaming_response.create
+        with create(stream=True, **request) as response:
+            return b"".join(response.iter_bytes())
+
+    def made(request: Any) -> list[bytes]:
+        data = ODD[form](fields_of(request))
+        return in_pieces(gzip.compress(data) if gzipped else data, 5)
+
+    headers = {"content-encoding": "gzip"} if gzipped else {}
+    wires = _both(read, Answer(made=made, kind=kind, headers=headers), own)
+    if not own:
+        _check(*wires)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_each_event_is_there_with_its_last_byte(end: str) -> None:
+    def made(request: Any) -> list[bytes]:
+        events = _events(fields_of(request), end=end, done=False).split(end.encode() * 2)
+        return [piece + end.encode() * 2 for piece in events]
+
     def read(client: Any, **request: Any) -> Any:
         create = client.chat.completions.with_streaming_response.create
         with create(stream=True, **request) as response:
             return list(response.iter_bytes())
 
-    headers = {"content-encoding": "gzip"} if gzipped else {}
-    sent = gzip.compress(data) if gzipped else data
-    pieces = [sent[i : i + 5] for i in range(0, len(sent), 5)]
-    _check(*_both(read, Answer(pieces, kind=kind, headers=headers), {}))
+    _check(*_both(read, Answer(made=made, kind=EVENTS), {}))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 2},
+        {"logprobs": False},
+        {"extra_body": {"return_token_ids": True}},
+        {"logprobs": True, "extra_body": {"return_token_ids": True}},
+        {"top_logprobs": 2},
+        {"logprobs": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("style", [*WHOLE, *STREAMED])
+def test_the_app_sees_the_token_fields_that_it_asked_for(style: str, own: dict[str, Any]) -> None:
+    text = "Grüße \U0001f642 you"
+    if style in WHOLE:
+        _both(WHOLE[style], whole(Reply(text, reasoning="Hm. So.")), own)
+    if style in STREAMED:
+        _both(STREAMED[style], streamed(Reply(text, reasoning="Hm. So.")), own)
+
+
+def test_chunks_that_come_for_the_sake_of_ids_alone_are_not_seen() -> None:
+    def made(request: Any) -> list[bytes]:
+        events = events_of("a b c", request=fields_of(request))
+        bare = [dict(event) for event in events[2:3]]
+        bare[0]["choices"] = [bare[0]["choices"][0] | {"delta": {}}]
+        asked = request.get("return_token_ids") or request.get("logprobs")
+        return in_pieces(stream([*events[:2], *(bare if asked else ()), *events[2:]]), 11)
+
+    for own in ({}, {"logprobs": True}, {"extra_body": {"return_token_ids": True}}):
+        _both(_raw_stream, Answer(made=made, kind=EVENTS), own)
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+@pytest.mark.parametrize("style", WHOLE)
+def test_headers_are_those_of_the_body_that_is_seen(style: str, gzipped: bool) -> None:
+    for asked in ({}, ASKED):
+        data = json.dumps(body_of("Grüße", fields_of(asked))).encode()
+        sent = gzip.compress(data) if gzipped else data
+        headers = {"content-encoding": "gzip"} if gzipped else {}
+        answer = Answer((sent,), headers=headers | {"content-length": str(len(sent)), "X-A": "b"})
+        with MarftRecorder(log=InMemoryLog()) as recorder:
+            recorder.attach_client(client := Wire(answer).sdk(), "planner")
+            with recorder.episode():
+                seen = WHOLE[style](client, model="planner", messages=MESSAGES)
+        assert seen[0] == json.dumps(body_of("Grüße", fields_of({}))).encode()
+        length = seen[1].get("content-length")
+        assert length in (None, str(len(seen[0]))) or (gzipped and seen[0] == data)
+        assert (length is None) == (style == "streaming" or (bool(asked) and gzipped))
+        assert seen[1].get("content-encoding") == headers.get("content-encoding")
+        assert seen[1]["x-a"] == "b"
 
 
 @pytest.mark.parametrize("gzipped", [False, True])
@@ -163,12 +259,19 @@ def test_a_routed_reply_differs_in_its_model_alone(gzipped: bool) -> None:
         assert b'"model":"lora"' in wire.requests[0].content.replace(b" ", b"")
         return seen
 
-    body = whole("Grüße").pieces[0].replace(b'"planner"', b'"lora" ')
-    events = stream(events_of("Grüße you"), end="\r\n").replace(b'"planner"', b'"lora"')
+    def body(asked: Any, model: bytes) -> bytes:
+        made = json.dumps(body_of("Grüße", fields_of(asked)), indent=1).encode()
+        return made.replace(b'"planner"', model)
+
+    def events(asked: Any, model: bytes) -> bytes:
+        made = stream(events_of("Grüße you", request=fields_of(asked)), end="\r\n")
+        return made.replace(b'"planner"', model)
+
     for style in (_raw, _streaming):
-        assert routed(style, body, "application/json")[0] == body.replace(b'"lora"', b'"gpt"')
-    lines = routed(_streaming_events, events, EVENTS)
-    assert lines == events.replace(b'"lora"', b'"gpt"').decode().splitlines()
+        seen = routed(style, body(ASKED, b'"lora" '), "application/json")[0]
+        assert seen == body({}, b'"gpt" ')
+    lines = routed(_streaming_events, events(ASKED, b'"lora"'), EVENTS)
+    assert lines == events({}, b'"gpt"').decode().splitlines()
 
 
 def test_async_clients_send_and_see_the_same() -> None:

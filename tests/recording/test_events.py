@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from marft_agents.recording.events import StreamReader
+from marft_agents.recording.lines import Lines
 from marft_agents.recording.reply import Reply, completion
 from marft_agents.testing import Reply as Scripted
 from tests.recording.wire_kit import body_of, events_of, stream
@@ -16,10 +17,10 @@ PLAIN = Scripted("Grüße 🙂 you", reasoning="Let me think.")
 
 
 def _read(data: bytes, size: int) -> Reply:
-    reader = StreamReader()
+    reader, lines = StreamReader(), Lines()
     for start in range(0, len(data), size):
-        reader.feed(data[start : start + size])
-    reader.end()
+        reader.take(lines.feed(data[start : start + size]))
+    reader.end(lines.rest())
     return reader.reply
 
 
@@ -158,7 +159,7 @@ def test_an_echo_of_the_prompt_has_no_ids() -> None:
     said, silent = _delta({"content": "b"}), _delta({"content": "b"}, token_ids=None)
     for events, want in (([echoed, said, END], True), ([echoed, said, silent, END], False)):
         reader = StreamReader(echo=True)
-        reader.feed(stream(events))
+        reader.take(Lines().feed(stream(events)))
         assert reader.reply.complete(reader.reply.choices[0]) == want
 
 
@@ -178,10 +179,10 @@ def test_running_usage_counts_its_choice_and_the_last_one_all() -> None:
     total = {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 3}}
     for tail, want in (([], True), ([total], True)):
         reader = StreamReader(expected=2)
-        reader.feed(stream([*events, *tail]))
+        reader.take(Lines().feed(stream([*events, *tail])))
         assert [reader.reply.complete(c) for c in reader.reply.choices.values()] == [want, want]
     reader = StreamReader(expected=2)
-    reader.feed(stream([*events[:2], chunk(0, 3, **ends), events[3]]))
+    reader.take(Lines().feed(stream([*events[:2], chunk(0, 3, **ends), events[3]])))
     assert [reader.reply.complete(c) for c in reader.reply.choices.values()] == [False, True]
 
 
@@ -196,10 +197,11 @@ def test_prompt_ids_that_do_not_add_up_are_not_what_the_model_read() -> None:
 def test_an_event_that_is_no_json_is_an_error_and_a_cut_one_is_none() -> None:
     good = stream([_delta({"content": "a"})], done=False)
     broken, cut = StreamReader(), StreamReader()
-    broken.feed(good + b"data: {oops\n\n" + stream([END]))
-    cut.feed(good + b'data: {"choices": [')
-    for reader in (broken, cut):
-        reader.end()
+    broken.take(Lines().feed(good + b"data: {oops\n\n" + stream([END])))
+    broken.end()
+    (lines := Lines()).feed(b'data: {"choices": [')
+    cut.take(Lines().feed(good))
+    cut.end(lines.rest())
     assert broken.reply.error == "an event of the stream is not JSON"
     assert cut.reply.error is None and not cut.reply.finished
     assert [r.reply.choices[0].token_ids for r in (broken, cut)] == [[1, 2], [1]]
@@ -207,5 +209,5 @@ def test_an_event_that_is_no_json_is_an_error_and_a_cut_one_is_none() -> None:
 
 def test_ids_that_are_no_numbers_are_none() -> None:
     reader = StreamReader()
-    reader.feed(stream([_delta({"content": "a"}, token_ids=["1", None]), END]))
+    reader.take(Lines().feed(stream([_delta({"content": "a"}, token_ids=["1", None]), END])))
     assert reader.reply.choices[0].token_ids == [2] and reader.reply.choices[0].gap

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marft_agents.recording.events import StreamReader
+from marft_agents.recording.lines import Lines
 from marft_agents.recording.reply import Reply, completion, error_text
 from marft_agents.testing import Reply as Scripted
 from marft_agents.testing import completion_body, stream_events
@@ -31,11 +32,11 @@ def _bytes(reply: Scripted) -> bytes:
 
 
 def _read(data: bytes, cuts: list[int]) -> Reply:
-    reader = StreamReader(expected=2)
+    reader, lines = StreamReader(expected=2), Lines()
     edges = [0, *sorted(cuts), len(data)]
     for start, stop in itertools.pairwise(edges):
-        reader.feed(data[start:stop])
-    reader.end()
+        reader.take(lines.feed(data[start:stop]))
+    reader.end(lines.rest())
     return reader.reply
 
 

@@ -23,8 +23,9 @@ BREAKABLE: list[tuple[Any, str]] = [
     (exchange.Exchange, "received"),
     (exchange.Exchange, "close"),
     (exchange.Exchange, "feed"),
+    (exchange.Restorer, "_wanted"),
     (exchange.Exchange, "say_if_ids_are_missing"),
-    (events.StreamReader, "feed"),
+    (events.StreamReader, "take"),
     (reply.Reply, "read_common"),
 ]
 

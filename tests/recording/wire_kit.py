@@ -27,7 +27,10 @@ LISTING: Any = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One response; ``error`` is raised after the last piece, ``refused`` in its place."""
+    """One response; ``error`` is raised after the last piece, ``refused`` in its place.
+
+    ``pieces`` are those of a request for all token fields; ``made`` gives those of any request.
+    """
 
     pieces: Sequence[bytes] = ()
     status: int = 200
@@ -35,6 +38,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     error: Callable[[Any], BaseException] | None = None
     refused: Callable[[Any], BaseException] | None = None
+    made: Callable[[Any], Sequence[bytes]] | None = None
 
 
 class _Pieces(HTTP.SyncByteStream, HTTP.AsyncByteStream):
@@ -43,7 +47,8 @@ class _Pieces(HTTP.SyncByteStream, HTTP.AsyncByteStream):
         self._request = request
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._answer.pieces
+        made = self._answer.made
+        yield from made(json.loads(self._request.content)) if made else self._answer.pieces
         if self._answer.error is not None:
             raise self._answer.error(self._request)
 
@@ -102,17 +107,28 @@ ASKED: Any = {"return_token_ids": True, "logprobs": True, "model": "planner", "m
 
 def whole(reply: Reply | str, **changes: Any) -> Answer:
     """A completion in one piece; ``changes`` of its first choice's message."""
-    body = body_of(reply)
-    body["choices"][0]["message"] |= changes
-    return Answer((json.dumps(body, indent=1).encode(),))
+
+    def made(request: Any) -> list[bytes]:
+        body = body_of(reply, request)
+        body["choices"][0]["message"] |= changes
+        return [json.dumps(body, indent=1).encode()]
+
+    return Answer(made(ASKED), made=lambda request: made(fields_of(request)))
 
 
-def body_of(reply: Reply | str) -> dict[str, Any]:
-    return completion_body(Reply(reply) if isinstance(reply, str) else reply, ASKED, 1)
+def fields_of(request: Any) -> dict[str, Any]:
+    """What a request asks of ``ASKED``."""
+    return ASKED | {name: request.get(name) for name in ("return_token_ids", "logprobs")}
 
 
-def events_of(reply: Reply | str, *, usage: bool = True) -> list[dict[str, Any]]:
-    return list(stream_events(body_of(reply), usage=usage))
+def body_of(reply: Reply | str, request: Any = ASKED) -> dict[str, Any]:
+    return completion_body(Reply(reply) if isinstance(reply, str) else reply, request, 1)
+
+
+def events_of(
+    reply: Reply | str, *, usage: bool = True, request: Any = ASKED
+) -> list[dict[str, Any]]:
+    return list(stream_events(body_of(reply, request), usage=usage))
 
 
 def stream(events: Sequence[Any], *, end: str = "\n", done: bool = True) -> bytes:
@@ -121,7 +137,14 @@ def stream(events: Sequence[Any], *, end: str = "\n", done: bool = True) -> byte
     return "".join([*lines, f"data: [DONE]{end}{end}" if done else ""]).encode()
 
 
+def in_pieces(data: bytes, cuts: int) -> list[bytes]:
+    return [data[i : i + cuts] for i in range(0, len(data), cuts)]
+
+
 def streamed(reply: Reply | str, *, cuts: int = 7) -> Answer:
     """A completion as a stream, cut every few bytes."""
-    data = stream(events_of(reply))
-    return Answer([data[i : i + cuts] for i in range(0, len(data), cuts)], kind=EVENTS)
+
+    def made(request: Any) -> list[bytes]:
+        return in_pieces(stream(events_of(reply, request=fields_of(request))), cuts)
+
+    return Answer(made(ASKED), made=made, kind=EVENTS)
