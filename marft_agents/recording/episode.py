@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, get_args
 
-from marft_agents.recording.clean import jsonable, without_secrets
+from marft_agents.recording.clean import as_text, jsonable, without_secrets
 from marft_agents.recording.core import Core
 from marft_agents.recording.defaults import filled
 from marft_agents.recording.linking import Ledger
+from marft_agents.recording.payloads import without_payloads
 from marft_agents.recording.reviews import give_edit, give_reward
 from marft_agents.schema import (
     EndReason,
@@ -77,8 +78,8 @@ class LiveEpisode:
             EpisodeStarted(
                 time=self.core.clock(),
                 episode_id=self.id,
-                task=without_secrets(jsonable(task)),
-                metadata=without_secrets(jsonable(given)),
+                task=without_payloads(without_secrets(jsonable(task))),
+                metadata=without_payloads(without_secrets(jsonable(given))),
                 runtime=runtime,
                 parent_id=self.parent_id,
             )
@@ -146,8 +147,8 @@ class LiveEpisode:
                 agent=agent,
                 name=name,
                 call_id=call_id,
-                arguments=jsonable(arguments),
-                result=jsonable(result),
+                arguments=without_payloads(jsonable(arguments)),
+                result=without_payloads(jsonable(result)),
                 ok=ok,
                 index=len(self._turns),
             )
@@ -171,7 +172,7 @@ class LiveEpisode:
         give_edit(self.core, self.id, turn_id, text, editor)
         with self.lock:
             agent = next((name for known, name in self._turns if known == turn_id), "")
-            self.ledger.add(turn_id, agent, str(text))
+            self.ledger.add(turn_id, agent, as_text(text))
 
     def reward(self, value: Any, agent: str | None, turn_id: str | None, source: str) -> None:
         give_reward(self.core, self.id, value, agent=agent, turn_id=turn_id, source=source)
@@ -187,7 +188,7 @@ class LiveEpisode:
             problem = ValueError(f"an episode ends as one of {known}, not {reason!r}")
             self.core.safety.failed("read how an episode ends; the runtime's word stands", problem)
             return
-        self._decided = (reason, detail)
+        self._decided = (reason, None if detail is None else as_text(detail))
 
     def end(self, error: BaseException | None = None) -> None:
         """Finish open calls and log the end: the app's word, else the error, else the runs'."""
