@@ -21,34 +21,71 @@ from marft_agents.recording.patterns import MASK, under_name
 
 _MAX_DEPTH = 40
 _MAX_FOREIGN = 10_000
+_MAX_ITEMS = 500_000
+_MAX_BITS = 2048
+"""Python refuses to write longer integers in decimals."""
+_ITSELF = "<itself>"
+_NO_LISTS = (bytes, bytearray, memoryview, range)
 _DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/_=\s-]{512,}")
 _PAYLOAD_FROM = 512
 
 
-def jsonable(value: Any, depth: int = 0) -> Any:
-    """A copy of ``value`` made of JSON types only; foreign objects become their text."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # an enum's own __str__ would give its name
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if depth >= _MAX_DEPTH:
-        return _described(value)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {_described(k): jsonable(v, depth + 1) for k, v in items}
-    if isinstance(value, Sequence | Set) and not isinstance(value, bytes | bytearray | memoryview):
-        return [jsonable(v, depth + 1) for v in cast("Sequence[Any]", value)]
-    if isinstance(value, BaseModel):
+def jsonable(value: Any) -> Any:
+    """A copy of ``value`` made of JSON types only; foreign objects become their text.
+
+    So does what holds itself, and what lies beyond ``_MAX_ITEMS`` values: things that refer to each
+    other in many ways are few, and have no end when they are written out.
+    """
+    return _Copy().of(value, 0)
+
+
+class _Copy:
+    """One copy under way: what is being copied, and how many values it may still have."""
+
+    def __init__(self) -> None:
+        self._above: set[int] = set()
+        self._left = _MAX_ITEMS
+
+    def of(self, value: Any, depth: int) -> Any:
         try:
-            return jsonable(value.model_dump(mode="json"), depth + 1)
-        except Exception:
-            return _described(value)
-    return _described(value)
+            return self._plain(value, depth)
+        except Exception:  # an object of the app's that cannot be read
+            return described(value)
+
+    def _plain(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str.__str__(value)  # an enum's own __str__ would give its name
+        if isinstance(value, int):
+            number = int(value)
+            return number if number.bit_length() <= _MAX_BITS else hex(number)[:_MAX_FOREIGN]
+        if isinstance(value, float):
+            return float(value)
+        if id(value) in self._above:
+            return _ITSELF
+        if depth >= _MAX_DEPTH or self._left < 0:
+            return _too_much(value)
+        self._above.add(id(value))
+        try:
+            return self._structure(value, depth + 1)
+        finally:
+            self._above.discard(id(value))
+
+    def _structure(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value).items()
+            return {described(k): self.of(v, depth) for k, v in items}
+        if isinstance(value, Sequence | Set) and not isinstance(value, _NO_LISTS):
+            values = cast("Sequence[Any]", value)
+            if len(values) > _MAX_ITEMS:
+                return _too_much(values)
+            return [self.of(v, depth) for v in values]
+        if isinstance(value, BaseModel):
+            return self.of(value.model_dump(mode="json"), depth)
+        return described(value)
 
 
 def without_secrets(value: Any) -> Any:
@@ -65,11 +102,24 @@ def without_secrets(value: Any) -> Any:
     return value
 
 
-def _described(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A text verbatim, anything else described."""
+    return str.__str__(value) if isinstance(value, str) else described(value)
+
+
+def described(value: Any) -> str:
+    """The text of a foreign object, of bounded length; its type where it has none."""
     try:
         return str(value)[:_MAX_FOREIGN]
     except Exception:
         return f"<{type(value).__name__}>"
+
+
+def _too_much(value: Any) -> str:
+    """In place of what is too large or too deep; the text of a structure would be as large."""
+    if isinstance(value, Mapping | Sequence | Set):
+        return f"<{type(value).__name__} of {len(cast('Sequence[Any]', value))}>"
+    return described(value)
 
 
 class Payload:

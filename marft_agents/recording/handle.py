@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+from marft_agents.recording.clean import as_text
 from marft_agents.recording.core import Core
 from marft_agents.recording.episode import LiveEpisode, current_episode
 from marft_agents.schema import EndReason
@@ -84,7 +85,7 @@ class EpisodeContext:
     def __enter__(self) -> EpisodeHandle:
         core = self._core
         parent = current_episode(core)
-        name = core.new_id() if self._id in (None, "") else str(self._id)
+        name = core.new_id() if self._id in (None, "") else as_text(self._id)
         self._live = LiveEpisode(core, name, parent.id if parent else None)
         with core.safety.guard("log the start of an episode"):
             self._live.start(self._task, self._metadata, None)

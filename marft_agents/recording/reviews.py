@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from marft_agents.errors import RewardError
+from marft_agents.recording.clean import as_text
 from marft_agents.recording.core import Core
 from marft_agents.schema import EditEvent, RewardEvent
 
@@ -19,10 +20,10 @@ def give_edit(core: Core, episode_id: str, turn_id: str, text: str, editor: str 
         core.emit(
             EditEvent(
                 time=core.clock(),
-                episode_id=str(episode_id),
-                turn_id=str(turn_id),
-                text=str(text),
-                editor=editor,
+                episode_id=as_text(episode_id),
+                turn_id=as_text(turn_id),
+                text=as_text(text),
+                editor=None if editor is None else as_text(editor),
             )
         )
 
@@ -43,15 +44,20 @@ def reward_event(
         for name, given in names.items()
         if given is not None and not isinstance(given, str)
     ]
-    return RewardEvent(
-        time=core.clock(),
-        episode_id=str(episode_id) or "unnamed",
-        value=None if wrong else _plain_number(value),
-        agent=None if wrong else agent,
-        turn_id=None if wrong else turn_id,
-        source=str(source),
-        refused=wrong[0] if wrong else None,
-    )
+    fields: dict[str, Any] = {
+        "time": core.clock(),
+        "episode_id": as_text(episode_id) or "unnamed",
+        "agent": None if wrong else agent,
+        "turn_id": None if wrong else turn_id,
+        "source": as_text(source),
+    }
+    if wrong:
+        return RewardEvent(**fields, refused=wrong[0])
+    try:
+        return RewardEvent(**fields, value=_plain_number(value))
+    except Exception as error:  # an object of the app's that fails when it is looked at
+        problem = f"a {type(value).__name__} that cannot be read ({type(error).__name__})"
+        return RewardEvent(**fields, refused=problem)
 
 
 def give_reward(

@@ -6,6 +6,7 @@ import base64
 import enum
 import hashlib
 import json
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,27 @@ def test_odd_messages_are_kept_as_they_can() -> None:
     assert (
         stored_messages([{"content": {"type": "text", "text": "a"}}])[0]["content"]["text"] == "a"
     )
+
+
+class Unreadable(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError("no items of mine")
+
+
+def test_what_cannot_be_read_becomes_text_and_the_rest_stays() -> None:
+    out = jsonable({"good": [1], "bad": Unreadable([1, 2]), "huge": 10**5000, "numbers": range(9)})
+    assert out["good"] == [1] and out["bad"] == "[1, 2]" and out["numbers"] == "range(0, 9)"
+    assert out["huge"].startswith("0x")
+    json.dumps(out)
+
+
+def test_things_that_refer_to_each_other_have_an_end() -> None:
+    root: dict[str, Any] = {"children": []}
+    root["children"] = [{"parent": root, "name": i} for i in range(3)]
+    child = {"parent": "<itself>", "name": 0}
+    assert jsonable(root)["children"][0] == child
+    shared: list[Any] = ["leaf"]
+    for _ in range(60):
+        shared = [shared, shared]
+    with_limit = jsonable({"first": [shared], "then": "text"})
+    assert with_limit["then"] == "text"
