@@ -46,6 +46,10 @@ class _Queued(NamedTuple):
     event: Event
     size: int
 
+    @property
+    def border(self) -> bool:
+        return isinstance(self.event, _BORDERS)
+
 
 class Sink:
     """Bounded queue in front of an ``EventLog``.
@@ -81,7 +85,7 @@ class Sink:
         self._changed = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._kept: deque[Event] = deque()
-        self._held = 0
+        self._held = self._held_borders = 0
         self._dropped: Counter[str] = Counter()
         self._accepted = 0
         self._handled = 0
@@ -92,11 +96,13 @@ class Sink:
     def put(self, event: Event) -> None:
         """Queue ``event``; borders of episodes, rewards and edits have a reserve of their own."""
         size = held_bytes(event)
+        queued = _Queued(event, size)
         with self._changed:
-            why = self._refusal(event, size)
+            why = self._refusal(queued)
             if why is None:
-                self._queue.append(_Queued(event, size))
+                self._queue.append(queued)
                 self._held += size
+                self._held_borders += size if queued.border else 0
                 self._accepted += 1
                 self._start()
                 self._changed.notify_all()
@@ -155,16 +161,15 @@ class Sink:
         if not self._given_up:
             self._say_what_is_missing(self.flush(timeout))
 
-    def _refusal(self, event: Event, size: int) -> str | None:
+    def _refusal(self, new: _Queued) -> str | None:
         """Why an event cannot be queued."""
-        border = isinstance(event, _BORDERS)
-        limit = self._capacity + (_RESERVE if border else 0)
-        limit_bytes = self._capacity_bytes + (_RESERVE_BYTES if border else 0)
+        limit = self._capacity + (_RESERVE if new.border else 0)
         if self._closed:
             return "is closed"
         if len(self._queue) >= limit:
             return f"holds {limit} unwritten events"
-        if self._held and self._held + size > limit_bytes:
+        reserved = new.border and self._held_borders + new.size <= _RESERVE_BYTES
+        if self._held and self._held + new.size > self._capacity_bytes and not reserved:
             return f"holds {self._held // 2**20} MiB of unwritten events"
         return None
 
@@ -226,18 +231,20 @@ class Sink:
                 if wait and not self._closed:  # nobody may be left to close this recorder
                     self._thread = None
                 return False
-            event, size = self._queue.popleft()
+            queued = self._queue.popleft()
+        size, border = queued.size, queued.border
         try:
-            self._write(event)
+            self._write(queued.event)
         except BaseException:
             with self._changed:
-                self._lose(event)
+                self._lose(queued.event)
             raise
         finally:
-            del event
+            del queued
             with self._changed:
                 self._handled += 1
                 self._held -= size
+                self._held_borders -= size if border else 0
                 self._changed.notify_all()
         return True
 

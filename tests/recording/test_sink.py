@@ -70,6 +70,20 @@ def test_a_disk_that_hangs_costs_the_newest_events_and_never_the_app(
     assert "drops events" in record.getMessage()
 
 
+def test_one_huge_event_does_not_cost_the_end_of_its_episode() -> None:
+    log = GatedLog()
+    sink = Sink(log, Safety(), capacity_bytes=1000)
+    sink.put(_human("x" * 20 * 2**20))
+    log.writing.wait()
+    sink.put(_human("lost"))
+    sink.put(RewardEvent(episode_id="e", value=1.0))
+    sink.put(EpisodeEnded(episode_id="e"))
+    log.gate.set()
+    assert sink.close()
+    assert len(log.of(HumanEvent)) == 1 and log.of(RewardEvent)[0].value == 1.0
+    assert log.of(EpisodeEnded)[0].dropped_events == 1
+
+
 def test_a_full_disk_is_said_once_and_borders_come_later(caplog: pytest.LogCaptureFixture) -> None:
     class FullOnce(InMemoryLog):
         full = True
