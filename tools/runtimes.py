@@ -10,6 +10,7 @@ others are set up here, under ``.venv-runtimes``. An environment in which no tes
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -48,7 +49,8 @@ RUNTIMES: dict[str, Runtime] = {
         ("openai==1.109.1", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"), RECORDER
     ),
     "openai-2": Runtime(
-        ("openai==2.30.0", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"), RECORDER
+        ("openai==2.30.0", "autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        ("tests/recording",),
     ),
     "agentchat-oldest": Runtime(
         ("autogen-agentchat==0.4.9", "autogen-ext[openai]==0.4.9"), AGENTCHAT
@@ -106,7 +108,17 @@ BENCHMARKS: dict[str, Runtime] = {
 
 
 def environment(name: str) -> Path:
-    """The interpreter of the runtime's environment, set up when it is missing or has changed."""
+    """The interpreter of the runtime's environment, set up when it is missing or has changed.
+
+    Two programs may ask for it at once; one of them sets it up and the other waits.
+    """
+    FOLDER.mkdir(exist_ok=True)
+    with (FOLDER / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _environment(name)
+
+
+def _environment(name: str) -> Path:
     folder, runtime = FOLDER / name, (RUNTIMES | BENCHMARKS)[name]
     python, mark = folder / "bin" / "python", folder / ".ready"
     wanted = hashlib.sha256(
