@@ -85,7 +85,8 @@ class EpisodeContext:
     def __enter__(self) -> EpisodeHandle:
         core = self._core
         parent = current_episode(core)
-        name = core.new_id() if self._id in (None, "") else as_text(self._id)
+        given = "" if self._id is None else as_text(self._id)
+        name = given.encode("utf-8", "backslashreplace").decode() or core.new_id()
         self._live = LiveEpisode(core, name, parent.id if parent else None)
         with core.safety.guard("log the start of an episode"):
             self._live.start(self._task, self._metadata, None)

@@ -13,6 +13,7 @@ import pytest
 from marft_agents.errors import RewardError
 from marft_agents.recording import MarftRecorder
 from marft_agents.schema import (
+    EditEvent,
     EpisodeEnded,
     EpisodeStarted,
     HumanEvent,
@@ -76,6 +77,52 @@ def test_odd_words_about_the_borders_lose_neither(caplog: pytest.LogCaptureFixtu
     assert [e.metadata for e in log.of(EpisodeStarted)] == [{"value": "finished"}]
     assert _ended(log) == [("terminated", None)]
     assert "terminated, truncated, failed, not 'finished'" in caplog.text
+
+
+class Unreadable:
+    """An object that fails whatever is done with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} of mine")
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text of mine")
+
+    __repr__ = __str__
+
+
+def test_objects_that_cannot_be_read_lose_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log, odd = InMemoryLog(), Unreadable()
+    nothing: Any = odd
+    with MarftRecorder(log=log, raise_errors=False) as recorder:
+        with recorder.episode(nothing, id=nothing, metadata=nothing) as episode:
+            episode.reward(nothing)
+            episode.reward(1.0, source=nothing)
+            recorder.reward("other", 10**5000)
+            episode.edit("turn", nothing, editor=nothing)
+            episode.end("failed", nothing)
+        with recorder.episode(id="x" * 20_000) as long:
+            long.edit("turn", "y" * 20_000)
+    assert [e.task for e in log.of(EpisodeStarted)] == ["<Unreadable>", None]
+    assert _ended(log) == [("failed", "<Unreadable>"), ("terminated", None)]
+    assert [r.value for r in log.of(RewardEvent)] == [None, 1.0, None]
+    assert "cannot be read" in str(log.of(RewardEvent)[0].refused)
+    assert [len(e.text) for e in log.of(EditEvent)] == [12, 20_000]
+    assert log.of(EditEvent)[1].episode_id == long.id
+    assert [r.levelname for r in caplog.records] == ["WARNING"], "the refused reward, once"
+
+
+def test_names_too_long_for_a_header_are_left_out_of_the_request() -> None:
+    with recording(raise_errors=False) as (server, recorder, log), sdk(server) as client:
+        recorder.attach_client(client, "planner")
+        with recorder.episode(id="x" * 100_000):
+            ask(client)
+        with recorder.episode(id="half a pair \ud83d"):
+            ask(client)
+    assert [t.episode_id[:6] for t in log.turns] == ["xxxxxx", "half a"]
+    first, second = (request.headers for request in server.requests)
+    assert "x-marft-episode" not in first and first["x-marft-agent"] == "planner"
+    assert second["x-marft-episode"] == "half%20a%20pair%20%5Cud83d"
 
 
 def test_a_nested_episode_knows_its_parent_and_ends_first() -> None:
