@@ -7,6 +7,7 @@ same, and what is asserted of the recording is read back from the files of its l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import inspect
 import json
@@ -103,16 +104,12 @@ class RuntimeCases:
         """Each message in an episode of its own, or all in one that is opened with ``around``."""
         if stream and not self.streams:
             pytest.skip("this version does not stream")
+        options["stream"] = stream
         with ScriptedServer(script) as server:
-            plain = self._seen(self.make(server.url, stream=stream, **options), messages, stream)
+            plain = self.plain(server.url, messages, options)
             bodies = [request.body for request in server.requests]
-        with ScriptedServer(script) as server, MarftRecorder(logs) as recorder:
-            app = self.wrapped(recorder, self.make(server.url, stream=stream, **options))
-            if around is None:
-                seen = self._seen(app, messages, stream)
-            else:
-                with recorder.episode(**around):
-                    seen = self._seen(app, messages, stream)
+        with ScriptedServer(script) as server:
+            seen = self.recorded(logs, server.url, messages, around, options)
             sent = [request.body for request in server.requests]
         assert seen == plain
         added = {"return_token_ids", "logprobs"}
@@ -121,6 +118,23 @@ class RuntimeCases:
         raw = "".join(path.read_text(encoding="utf-8") for path in logs.glob("*.jsonl"))
         assert "sk-test" not in raw
         return Played(seen, sent, list(LogReader(logs).episodes()), raw)
+
+    def plain(self, url: str, messages: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+        return self._seen(self.make(url, **options), messages, options["stream"])
+
+    def recorded(
+        self,
+        logs: Path,
+        url: str,
+        messages: Sequence[Any],
+        around: dict[str, Any] | None,
+        options: dict[str, Any],
+    ) -> list[Any]:
+        """Play it recorded; the log is whole afterwards."""
+        with MarftRecorder(logs) as recorder:
+            app = self.wrapped(recorder, self.make(url, **options))
+            with contextlib.nullcontext() if around is None else recorder.episode(**around):
+                return self._seen(app, messages, options["stream"])
 
     def _seen(self, app: Any, messages: Sequence[Any], stream: bool) -> list[Any]:
         async def run() -> list[Any]:

@@ -1,0 +1,140 @@
+"""Real failures of real users whose app is recorded by the gateway, by address alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from marft_agents.recording import MarftRecorder
+from marft_agents.serving.calls import tls
+from marft_agents.serving.gateway import Gateway, GatewaySettings
+from marft_agents.serving.recording import Recording
+from marft_agents.serving.swap import Swapper
+from marft_agents.serving.upstream import Upstream
+from tests.runtimes.cases import KEY, Answer, RuntimeCases, Tool, both
+from tests.serving.stage import OPERATOR_KEY, make_house, running_app, running_stage
+
+
+@pytest.fixture(scope="module")
+def shared_swapper(tmp_path_factory: pytest.TempPathFactory) -> Generator[Swapper]:
+    """One that knows the version ``planner@v1``."""
+    house = make_house(tmp_path_factory.mktemp("house"))
+    house.publish("planner", untrained=True)
+    with running_stage(house) as stage:
+        yield stage.gateway.swapper
+
+
+class App:
+    """An app on the openai SDK that runs its own tools."""
+
+    def __init__(self, url: str, stream: bool, tools: Sequence[Tool], answer: Any) -> None:
+        self.url = url
+        self.stream = stream
+        self.tools = {tool.__name__: tool for tool in tools}
+        schema = {"name": "answer", "schema": answer.model_json_schema()} if answer else None
+        self.options: dict[str, Any] = {}
+        if schema:
+            self.options["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if tools:
+            functions = [{"name": name, "parameters": {}} for name in self.tools]
+            self.options["tools"] = [{"type": "function", "function": f} for f in functions]
+
+    async def run(self, message: Any) -> list[Any]:
+        messages: list[Any] = [{"role": "user", "content": message}]
+        seen: list[Any] = []
+        async with openai.AsyncOpenAI(base_url=self.url, api_key=KEY) as client:
+            while calls := await self._ask(client, messages, seen):
+                messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+                for done in asyncio.as_completed([self._use(call) for call in calls]):
+                    messages.append(await done)
+        return seen
+
+    async def _use(self, call: Any) -> Any:
+        result = await self.tools[call["function"]["name"]]()
+        return {"role": "tool", "tool_call_id": call["id"], "content": result}
+
+    async def _ask(self, client: Any, messages: list[Any], seen: list[Any]) -> list[Any]:
+        """The calls of a reply, which is put into ``seen`` as it comes."""
+        create: Any = client.chat.completions.create
+        if not self.stream:
+            reply = await create(model="planner", messages=messages, **self.options)
+            seen.append(reply.model_dump(exclude_none=True))
+            return seen[-1]["choices"][0]["message"].get("tool_calls") or []
+        calls: list[Any] = []
+        async for chunk in await create(
+            model="planner", messages=messages, stream=True, **self.options
+        ):
+            seen.append(chunk.model_dump(exclude_none=True))
+            for choice in seen[-1]["choices"]:
+                calls += choice["delta"].get("tool_calls") or []
+        return [{k: v for k, v in call.items() if k != "index"} for call in calls]
+
+
+class TestAddress(RuntimeCases):
+    """The plain app asks the gateway's own address, the recorded one that of an episode."""
+
+    swapper: Swapper
+
+    @pytest.fixture(autouse=True)
+    def _swapper(self, shared_swapper: Swapper) -> None:
+        self.swapper = shared_swapper
+
+    def make(
+        self, url: str, *, stream: bool, tools: Sequence[Tool] = (), answer: type[Any] | None = None
+    ) -> App:
+        return App(url, stream, tools, answer)
+
+    async def say(self, app: App, message: Any, *, stream: bool) -> list[Any]:
+        return await app.run(message)
+
+    def picture(self, text: str, url: str) -> Any:
+        return [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
+
+    @contextmanager
+    def gateway(self, url: str, recording: Recording | None = None) -> Generator[str]:
+        settings = GatewaySettings(OPERATOR_KEY)
+        gateway = Gateway(self.swapper, Upstream(url), settings, recording)
+        with running_app(gateway.app()) as address:
+            yield address
+
+    def plain(self, url: str, messages: Sequence[Any], options: dict[str, Any]) -> list[Any]:
+        with self.gateway(url) as address:
+            return super().plain(f"{address}/v1", messages, options)
+
+    def recorded(
+        self,
+        logs: Path,
+        url: str,
+        messages: Sequence[Any],
+        around: dict[str, Any] | None,
+        options: dict[str, Any],
+    ) -> list[Any]:
+        recording, seen = Recording(MarftRecorder(logs, inject="always")), list[Any]()
+        with self.gateway(url, recording) as address, httpx.Client(verify=tls()) as http:
+            for message in messages:
+                begun = http.post(f"{address}/episodes", json={"task": message}).json()
+                app = self.make(begun["base_urls"]["planner"], **options)
+                seen += self._seen(app, [message], options["stream"])
+                reason = "failed" if isinstance(seen[-1], tuple) else "terminated"
+                http.post(f"{address}/episodes/{begun['id']}/end", json={"reason": reason})
+        return seen
+
+    @both
+    def test_case_38_versions_are_those_of_the_call(self, tmp_path: Path, stream: bool) -> None:
+        """The gateway itself decides on the version, and keeps to it until a stream has ended."""
+        done = self.play(tmp_path, ["Alpha"], "A?", stream=stream)
+        assert done.requests[0]["model"] == "planner@v1"
+        versions = [(t.adapter_start, t.adapter_end, t.trainable) for t in done.turns]
+        assert versions == [("planner@v1", "planner@v1", True)]
+
+    def test_objects_that_do_not_serialise(self, tmp_path: Path) -> None:
+        """Only JSON comes over the wire: the schema of a class, and no class."""
+        done = self.play(tmp_path, ['{"number": 5}'], "How many?", answer=Answer)
+        assert [(t.text, t.sampling.grammar) for t in done.turns] == [('{"number": 5}', True)]
