@@ -17,6 +17,7 @@ from marft_agents.cli._text import printable
 from marft_agents.errors import MarftError
 
 COMMANDS = {
+    "adapters": "List, check, promote, pin, prune and export adapter versions.",
     "finetune": "Train one LoRA adapter per agent from recorded episodes.",
     "inspect": "Show episodes, rewards, and what can be trained on and why the rest cannot.",
     "logs": "Count, check, compact, export and import logs.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from marft_agents.cli._finetune_server import Server
+from marft_agents.cli._finetune_server import Server, require_unpinned
 from marft_agents.errors import ConfigError
 from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
@@ -62,12 +62,13 @@ def make_online(
     server: Server,
     reward: RewardFunction | None,
     stack: ExitStack,
+    output: Path,
     say: Callable[[str], None],
 ) -> Online:
     """What ``finetune`` needs to run the app; closed with ``stack``.
 
     Raises:
-        ConfigError: the tasks and the settings do not fit.
+        ConfigError: the tasks and the settings do not fit, or an adapter is pinned.
     """
     once = config.group_size == 1 and len(part.tasks) >= config.episodes_per_iteration
     if config.estimator == "group" and once:
@@ -76,6 +77,7 @@ def make_online(
             f" {len(part.tasks)} is run twice in an iteration of {config.episodes_per_iteration};"
             " set group_size to 2 or more"
         )
+    require_unpinned(output, config.agents)
     say(_amount(part, config))
     from marft_agents.training import Online
     from marft_agents.training.online import OnlineSource

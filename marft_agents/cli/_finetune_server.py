@@ -7,7 +7,7 @@ adapters folder) is refused before anything is trained.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from marft_agents.errors import ConfigError, MarftError, ServerError
 from marft_agents.registry import Change, Registry, current_user, describe_base
+from marft_agents.schema import adapter_slug
 from marft_agents.serving import GatewayClient
 from marft_agents.serving.calls import NoAnswerError
 
@@ -112,13 +113,41 @@ def require_same_adapters(server: Server, output: Path) -> None:
             )
 
 
+def pins(output: Path) -> dict[str, int]:
+    """Pinned version of every adapter that is pinned."""
+    registry = Registry(output)
+    found = ((adapter, registry.pinned(adapter)) for adapter in registry.agents())
+    return {adapter: version for adapter, version in found if version is not None}
+
+
+def require_unpinned(output: Path, agents: Mapping[str, str]) -> None:
+    """Training while the app runs needs every new version in use.
+
+    Raises:
+        ConfigError: an adapter is pinned, and none of ``agents`` (the setting) freezes it.
+    """
+    from marft_agents.training.roles import UNTRAINED_ROLES
+
+    still = {adapter_slug(a) for a, adapter in agents.items() if adapter in UNTRAINED_ROLES}
+    for adapter, version in pins(output).items():
+        if adapter not in still:
+            raise ConfigError(
+                f"{adapter!r} is pinned to version {version} in {output}, and every iteration of"
+                f" --online puts a new one in use; take the pin off (marft-agents adapters pin"
+                f" {adapter} --remove --adapters {output}), or set `agents: {{{adapter}: frozen}}`"
+            )
+
+
 def swap_all(
-    adapters: Iterable[AdapterResult], server: Server
+    adapters: Iterable[AdapterResult], server: Server, pinned: Collection[str] = ()
 ) -> tuple[dict[str, str], MarftError | None]:
-    """Swap every new version in; what could not be swapped keeps its old version."""
+    """Swap every new version in; what is pinned or could not be swapped keeps its old one."""
     swapped: dict[str, str] = {}
     failure: MarftError | None = None
     for adapter in adapters:
+        if adapter.adapter in pinned:
+            swapped[adapter.adapter] = "pinned"
+            continue
         try:
             server.swap(adapter.adapter, adapter.version)
             swapped[adapter.adapter] = "yes"

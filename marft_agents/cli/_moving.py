@@ -65,6 +65,14 @@ def change_of(
     return Change(current_user(), command, evidence=evidence, force=force)
 
 
+def move(registry: Registry, agent: str, version: int, change: Change, server: str | None) -> None:
+    """On the server where one is named, else on disk; see below."""
+    if server is None:
+        move_on_disk(registry, agent, version, change)
+    else:
+        move_on_server(registry, agent, version, change, server)
+
+
 def move_on_disk(registry: Registry, agent: str, version: int, change: Change) -> None:
     """Move ``CURRENT`` and say so, and which running server was not told."""
     registry.verify(agent, version)
@@ -95,13 +103,13 @@ def move_on_server(
     require_server(server)
     with GatewayClient(server, adapters_dir=registry.root) as client:
         result = client.swap(agent, version, change)
-    _tell(result)
     now = registry.current(agent)
     if now != version:
         raise ConfigError(
             f"{server} serves {agent}@v{version} now, and {registry.root} says {_origin(now)}: the"
             " server was started with another folder; name that one (--adapters)"
         )
+    _tell(result)
 
 
 def require_server(url: str) -> None:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from marft_agents.cli._finetune_online import OnlinePart, make_online, read_online
-from marft_agents.cli._finetune_server import Server, connect, require_same_adapters, swap_all
+from marft_agents.cli._finetune_server import (
+    Server,
+    connect,
+    pins,
+    require_same_adapters,
+    swap_all,
+)
 from marft_agents.cli._text import say
 from marft_agents.errors import (
     ConfigError,
@@ -122,10 +128,10 @@ def command(**given: Any) -> None:
             return
         if not _is_main():
             return
-        swapped, failure = dict(result.swapped), None
+        swapped, failure, pinned = dict(result.swapped), None, pins(options.output)
         if server is not None and online is None:
-            swapped, failure = swap_all(result.adapters, server)
-    _tell(result, swapped, options)
+            swapped, failure = swap_all(result.adapters, server, pinned)
+    _tell(result, swapped, pinned, options)
     if failure is not None:
         raise failure
 
@@ -230,7 +236,7 @@ def _train(
     config: MarftConfig = MarftConfig(**merge(MarftConfig, layers))
     source = None
     if online is not None and server is not None:
-        source = make_online(online, config, server, reward, stack, _main_says)
+        source = make_online(online, config, server, reward, stack, options.output, _main_says)
     before = _newest_checkpoint(options.output)
     try:
         return finetune(
@@ -259,7 +265,12 @@ def _newest_checkpoint(output: Path) -> Path | None:
     return next(reversed(checkpoints(output / CHECKPOINTS)), None)
 
 
-def _tell(result: FinetuneResult, swapped: Mapping[str, str], options: _Options) -> None:
+def _tell(
+    result: FinetuneResult,
+    swapped: Mapping[str, str],
+    pinned: Mapping[str, int],
+    options: _Options,
+) -> None:
     from marft_agents.training.results import result_lines
 
     say("")
@@ -267,8 +278,14 @@ def _tell(result: FinetuneResult, swapped: Mapping[str, str], options: _Options)
         say(line)
     credit = "" if result.credit_file is None else f"credit per turn: {result.credit_file}; "
     say(f"{credit}{result.seconds:.0f} s in all")
-    waiting = [a for a in result.adapters if swapped.get(a.adapter) != "yes"]
-    if not waiting and options.server is not None and result.adapters:
+    kept = [a for a in result.adapters if a.adapter in pinned and swapped.get(a.adapter) != "yes"]
+    for a in kept:
+        say(
+            f"{a.adapter} is pinned: v{a.version} is published and v{pinned[a.adapter]} stays in"
+            f" use (marft-agents adapters pin {a.adapter} --remove --adapters {options.output})"
+        )
+    waiting = [a for a in result.adapters if swapped.get(a.adapter) != "yes" and a not in kept]
+    if not waiting and not kept and options.server is not None and result.adapters:
         say(f"{options.server} serves the new versions already")
     if waiting:
         say("next, into a running server (with --offline when none runs):")

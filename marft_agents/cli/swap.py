@@ -10,8 +10,7 @@ from marft_agents.cli._moving import (
     adapters_option,
     change_of,
     evidence_options,
-    move_on_disk,
-    move_on_server,
+    move,
 )
 from marft_agents.registry import Registry
 from marft_agents.schema import adapter_slug
@@ -41,7 +40,4 @@ def command(
     wanted = version or max(registry.versions(slug), default=1)
     registry.verify(slug, wanted)
     change = change_of("swap", reason, evaluation, force=force)
-    if offline:
-        move_on_disk(registry, slug, wanted, change)
-    else:
-        move_on_server(registry, slug, wanted, change, server)
+    move(registry, slug, wanted, change, None if offline else server)

@@ -29,6 +29,16 @@ def folder_name(version: int) -> str:
     return f"v{version:04d}"
 
 
+def require_plain_name(folder: Path, name: str) -> None:
+    """Refuse a name in a manifest that leads out of its folder.
+
+    Raises:
+        AdapterError: it does.
+    """
+    if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
+        raise AdapterError(f"{folder / MANIFEST_FILE} names a file outside its folder: {name!r}")
+
+
 class RegistryReader:
     """The folder ``adapters/``, to be read."""
 
@@ -158,10 +168,7 @@ class RegistryReader:
         manifest = self.manifest(agent, version)
         folder = self.path(agent, version)
         for name, wanted in manifest.files.items():
-            if name in ("", ".", "..") or Path(name).name != name or "\\" in name:
-                raise AdapterError(
-                    f"{folder / MANIFEST_FILE} names a file outside its folder: {name!r}"
-                )
+            require_plain_name(folder, name)
             file = folder / name
             if not file.is_file():
                 raise AdapterError(f"{file} is gone; published folders must not be changed")

@@ -151,11 +151,11 @@ class Registry(RegistryReader):
             self._move(slug, target, replace(change or Change(), action="rollback"))
         return target
 
-    def pin(self, agent: str, change: Change | None = None) -> int:
-        """Pin the version in use; returns it.
+    def pin(self, agent: str, change: Change | None = None, *, version: int | None = None) -> int:
+        """Pin the version in use, which must be ``version`` where that is given; returns it.
 
         Raises:
-            RegistryError: when there is none.
+            RegistryError: when there is none, or another.
         """
         slug = adapter_slug(agent)
         self.path(slug, next(iter(self.versions(slug)), 1))
@@ -163,6 +163,8 @@ class Registry(RegistryReader):
             now = self.current(slug)
             if now is None:
                 raise RegistryError(f"agent {agent!r} has no version in use; promote one first")
+            if version not in (None, now):
+                raise RegistryError(f"agent {agent!r} is at version {now} by now; pin it again")
             was = self.pinned(slug)
             if was != now:
                 self._pin(slug, "pin", was, now, change or Change())

@@ -11,7 +11,7 @@ import pytest
 
 from marft_agents.cli import main
 from marft_agents.errors import SwapError
-from marft_agents.registry import Registry, describe_base
+from marft_agents.registry import Change, Registry, describe_base
 from tests.training.synthetic import Team, TinyModel, snapshot
 
 
@@ -78,11 +78,11 @@ class FakeGateway:
             "max_loras": self.slots,
         }
 
-    def swap(self, agent: str, version: int, *, by: str | None = None) -> dict[str, Any]:
+    def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
         if agent == self.refuse:
             raise SwapError(f"{agent}: the engine refused")
         self.swaps.append((agent, version))
-        Registry(self.adapters).promote(agent, version, by=by or "", evidence={})
+        Registry(self.adapters).move(agent, version, change or Change())
         return {}
 
 

@@ -267,6 +267,22 @@ def test_a_swap_that_fails_keeps_the_version_and_says_how_to_repeat_it(shop: Sho
     assert "marft-agents swap router --adapters adapters --version 2 --server" in out
 
 
+@pytest.mark.parametrize("server", [(), ("--server", "http://127.0.0.1:1")])
+def test_a_pinned_agent_gets_a_new_version_and_keeps_its_old_one(
+    shop: Shop, server: tuple[str, ...]
+) -> None:
+    shop.team.write(8)
+    gateway = served(shop)
+    registry = Registry(shop.root / "adapters")
+    registry.pin("router")
+    code, out = shop.run(*server, "--epochs", "1")
+    assert code == 0
+    assert gateway.swaps == ([("writer", 2)] if server else [])
+    assert "router is pinned: v2 is published and v1 stays in use" in out
+    assert "marft-agents swap router" not in out
+    assert (registry.current("router"), registry.versions("router")) == (1, [1, 2])
+
+
 def test_the_servers_limits_are_checked_before_training(shop: Shop) -> None:
     shop.team.write(8)
     served(shop, limit=1)

@@ -79,6 +79,19 @@ def test_a_swap_that_fails_stops_the_run_and_says_how_to_go_on(shop: Shop) -> No
     assert gateway.swaps[-1] == ("writer", Registry(shop.root / "adapters").current("writer"))
 
 
+def test_a_pinned_agent_is_refused_before_training(shop: Shop) -> None:
+    gateway = ready(shop)
+    registry = Registry(shop.root / "adapters")
+    registry.pin("writer")
+    code, _ = shop.run(*online("--offline", "none"))
+    assert code == 2 and gateway.swaps == []
+    assert "'writer' is pinned to version 1" in shop.error
+    assert "agents: {writer: frozen}" in shop.error
+    assert registry.versions("router") == registry.versions("writer") == [1]
+    (shop.root / "frozen.yaml").write_text("agents: {Writer: frozen, writer: frozen}")
+    assert "pinned" not in shop.run(*online("--config", "frozen.yaml", "--dry-run"))[1]
+
+
 def test_an_agent_that_its_adapter_never_answers_ends_the_run(shop: Shop) -> None:
     gateway = ready(shop)
     played_app.PLAYED[-1].calls["writer"] = "router"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from marft_agents.cli import main
-from marft_agents.registry import Registry
+from marft_agents.registry import Registry, locks
 from tests.registry.bases import make_base
 from tests.serving.stage import House, fake_probe, make_house
 
@@ -103,6 +103,14 @@ def test_a_port_that_is_taken(io: Run, house: House) -> None:
             *io, "serve", house.registry.root, "--model", house.base_dir, "--port", port
         )
     _one_line(code, err, f"cannot listen on 127.0.0.1:{port}", "another --port")
+
+
+def test_a_folder_that_another_server_serves(io: Run, house: House) -> None:
+    with locks.serving(house.registry.root, "http://127.0.0.1:8000"):
+        arguments = ["serve", house.registry.root, "--model", house.base_dir, "--port", 0]
+        code, err = run(*io, *arguments, "--agents", "new")
+    _one_line(code, err, "is served already, by process", "http://127.0.0.1:8000")
+    assert house.registry.agents() == ["router"]
 
 
 def test_agents_whose_modules_the_model_lacks(io: Run, house: House, tmp_path: Path) -> None:

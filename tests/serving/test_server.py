@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from marft_agents.errors import EngineError
+from marft_agents.registry import locks
 from marft_agents.serving import GatewayClient, ServerProcess
 from tests.serving import fake_engine
 from tests.serving.stage import House
@@ -82,6 +83,7 @@ def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
         # An agent without an adapter got an untrained one.
         assert house.registry.manifest("editor", 1).untrained
         assert _chat(server, "editor").status_code == 200
+        assert server.url in (locks.server_of(root) or "nobody")
         assert stat.S_IMODE((root / ".operator-key").stat().st_mode) == 0o600
         with GatewayClient(server.base_url, adapters_dir=root) as operator:
             assert operator.swap("router", 2)["to"] == 2
@@ -89,6 +91,7 @@ def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
         assert house.registry.current("router") == 2
         pid = _engine_pid(house)
     assert _gone(pid)
+    assert locks.server_of(root) is None
     output = server.log.read_text()
     for part in ("published editor@v1", "loaded router@v1", "ready: base_url", "stopped"):
         assert part in output

@@ -1,0 +1,111 @@
+"""``marft-agents adapters show``: everything about one version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from marft_agents.cli._adapters import one_version, require_registry, size_text
+from marft_agents.cli._moving import adapters_option
+from marft_agents.cli._text import say, table
+from marft_agents.registry import Registry
+from marft_agents.registry.verify import file_states
+from marft_agents.schema import AdapterManifest
+
+
+@click.command("show")
+@click.argument("version", metavar="AGENT[@vN]")
+@adapters_option
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object.")
+def command(version: str, adapters: Path, as_json: bool) -> None:
+    """Show a version (default: the one in use): what it was trained on, its probe, its files
+    compared with their checksums, and its lines in the audit trail."""
+    registry = require_registry(adapters)
+    agent, number = one_version(registry, version)
+    manifest = registry.manifest(agent, number)
+    folder = registry.path(agent, number)
+    files = [
+        {"file": name, "bytes": _size(folder / name), "problem": problem or None}
+        for name, problem in file_states(folder, manifest)
+    ]
+    trail = [e for e in registry.audit(agent) if number in (e.get("from"), e.get("to"))]
+    if as_json:
+        told: dict[str, Any] = {"folder": str(folder), "current": registry.current(agent)}
+        told |= {"pinned": registry.pinned(agent), "files": files, "audit": trail}
+        say(json.dumps({"manifest": manifest.model_dump(mode="json"), **told}, indent=2))
+        return
+    for line in _lines(registry, (agent, number), manifest, files, trail):
+        say(line)
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
+
+
+def _lines(
+    registry: Registry,
+    name: tuple[str, int],
+    manifest: AdapterManifest,
+    files: list[dict[str, Any]],
+    trail: list[dict[str, Any]],
+) -> Iterator[str]:
+    agent, number = name
+    marks = {
+        "in use": registry.current(agent) == number,
+        "pinned": registry.pinned(agent) == number,
+        "untrained": manifest.untrained,
+    }
+    states = ", ".join(mark for mark, holds in marks.items() if holds)
+    yield f"{manifest.served_name}{f' ({states})' if states else ''}"
+    yield f"  folder   {registry.path(agent, number)}"
+    yield f"  created  {manifest.created.isoformat(timespec='seconds')}"
+    yield f"  parent   {'-' if manifest.parent is None else f'v{manifest.parent}'}"
+    yield f"  base     {manifest.base.name} (fingerprint {manifest.base.fingerprint[:12]})"
+    yield f"  LoRA     rank {manifest.rank} on {', '.join(manifest.target_modules)}"
+    yield f"  probe    {_probe(manifest)}"
+    yield from ("", "training" if manifest.training else "training: no record")
+    yield from (f"  {name}: {_value(value)}" for name, value in manifest.training.items())
+    yield from ("", "files")
+    rows = [
+        (f["file"], "-" if f["bytes"] is None else size_text(f["bytes"]), f["problem"] or "ok")
+        for f in files
+    ]
+    yield from (f"  {line}" for line in table(("file", "size", "state"), rows, right=(1,)))
+    yield from ("", "audit trail")
+    yield from (f"  {_trail_line(entry)}" for entry in trail)
+
+
+def _probe(manifest: AdapterManifest) -> str:
+    probe = manifest.probe
+    if probe is None:
+        return "none: a server compares it with the base only"
+    pairs = zip(probe.logprobs, probe.base_logprobs, strict=False)
+    effect = max((abs(ours - base) for ours, base in pairs), default=0.0)
+    return f"{len(probe.token_ids)} tokens; differs from the base by {effect:.3g}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _trail_line(entry: Mapping[str, Any]) -> str:
+    origin, target = (_version(entry.get(end)) for end in ("from", "to"))
+    words = [str(entry.get("time", ""))[:19], str(entry.get("who")), str(entry.get("action"))]
+    words.append(f"{origin} -> {target}")
+    if entry.get("command"):
+        words.append(f"by {entry['command']}")
+    if entry.get("evidence"):
+        words.append(json.dumps(entry["evidence"], ensure_ascii=False))
+    if entry.get("result", "done") != "done":
+        words.append(f"FAILED: {entry['result']}")
+    return "  ".join(words)
+
+
+def _version(version: Any) -> str:
+    return f"v{version}" if isinstance(version, int) else "-"
