@@ -1,4 +1,4 @@
-"""Episodes and rewards over HTTP.
+"""Episodes, rewards and what people do over HTTP.
 
 Invariant: these routes ask for the same API key as every other, take small JSON objects only, and
 refuse a field they do not know instead of ignoring it. They exist with ``--record`` alone; without
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 
-from marft_agents.recording.reviews import reward_event
+from marft_agents.recording.reviews import give_edit, reward_event
 from marft_agents.schema import EndReason, JsonDict
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
@@ -60,7 +60,7 @@ def closed_routes(api_key: str | None) -> list[HttpRoute]:
 def episode_routes(
     recording: Recording, agents: Callable[[], list[str]], api_key: str | None
 ) -> list[HttpRoute]:
-    """Begin, score, end and look at episodes. ``agents``: names that are served."""
+    """Begin, score, edit, end and look at episodes. ``agents``: names that are served."""
     episodes = recording.episodes
 
     async def begin(request: Request) -> Response:
@@ -132,7 +132,55 @@ def episode_routes(
         HttpRoute("/episodes/{episode}", look, methods=["GET"]),
         HttpRoute("/episodes/{episode}/end", end, methods=["POST"]),
         HttpRoute("/episodes/{episode}/rewards", reward, methods=["POST"]),
+        *_human_routes(recording, api_key),
     ]
+
+
+def _human_routes(recording: Recording, api_key: str | None) -> list[HttpRoute]:
+    """What people say, and what they put in place of an agent's words."""
+    episodes = recording.episodes
+
+    async def edit(request: Request) -> Response:
+        require_api_key(request, api_key)
+        require_own_origin(request)
+        name = _episode(request)
+        body = await _fields(request, {"turn_id", "text", "editor"})
+        turn_id, text = _text(body, "turn_id"), _text(body, "text")
+        editor = _text(body, "editor", optional=True)
+        live = episodes.get(name)
+        if live is None:
+            give_edit(recording.core, name, turn_id, text, editor)
+        else:
+            live.edit(turn_id, text, editor)
+        known = live is not None and turn_id in live.turn_ids()
+        return JSONResponse({"episode": name, "turn_id": turn_id, "known": known})
+
+    async def human(request: Request) -> Response:
+        require_api_key(request, api_key)
+        require_own_origin(request)
+        name = _episode(request)
+        body = await _fields(request, {"text", "name"})
+        text, speaker = _text(body, "text"), _text(body, "name", optional=True)
+        live = episodes.get(name)
+        if live is None:
+            raise Refusal(404, f"no episode {name!r} has begun at this server")
+        live.human(speaker or None, text)
+        return JSONResponse({"episode": name})
+
+    return [
+        HttpRoute("/episodes/{episode}/edits", edit, methods=["POST"]),
+        HttpRoute("/episodes/{episode}/humans", human, methods=["POST"]),
+    ]
+
+
+def _text(body: JsonDict, name: str, *, optional: bool = False) -> Any:
+    """A field that is a text; an optional one may be left out."""
+    value = body.get(name)
+    if isinstance(value, str) and (value or name == "text"):
+        return value
+    if optional and value is None:
+        return None
+    raise Refusal(422, f"{name} is a text" + (", or left out" if optional else ""))
 
 
 def _episode(request: Request) -> str:

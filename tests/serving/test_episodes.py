@@ -99,6 +99,11 @@ def test_beginning_again(desk: RecordingStage) -> None:
         ("/episodes/e1/rewards", {"value": 1, "turn": "t"}, 422, "unknown field 'turn'"),
         ("/episodes/e1/rewards", {"value": 1, "source": ""}, 422, "source is a text"),
         ("/episodes/x%20y/rewards", {"value": 1}, 400, "is no episode id"),
+        ("/episodes/e1/edits", {"text": "a"}, 422, "turn_id is a text"),
+        ("/episodes/e1/edits", {"turn_id": "t", "text": None}, 422, "text is a text"),
+        ("/episodes/e1/edits", {"turn_id": "t", "text": "a", "by": "b"}, 422, "unknown field 'by'"),
+        ("/episodes/e1/humans", {"text": "a", "name": 1}, 422, "name is a text, or left out"),
+        ("/episodes/e9/humans", {"text": "a"}, 404, "no episode 'e9'"),
     ],
 )
 def test_bodies_that_are_refused(
@@ -361,6 +366,8 @@ def test_every_recording_route_asks_for_the_key(house: House) -> None:
             ("GET", "/episodes/e1"),
             ("POST", "/episodes/e1/end"),
             ("POST", "/episodes/e1/rewards"),
+            ("POST", "/episodes/e1/edits"),
+            ("POST", "/episodes/e1/humans"),
             ("POST", f"/episodes/e1/agents/router{CHAT}"),
             ("GET", "/episodes/e1/agents/router/v1/models"),
         ]
@@ -376,8 +383,8 @@ def test_every_recording_route_asks_for_the_key(house: House) -> None:
 def test_web_pages_of_other_sites_write_nothing(desk: RecordingStage, site: str) -> None:
     page = {"Sec-Fetch-Site": site, "Content-Type": "text/plain"}
     desk.post("/episodes", {"id": "e1"})
-    for path in ("/episodes", "/episodes/e1/rewards", "/episodes/e1/end"):
-        assert desk.post(path, {"value": 1}, headers=page).status_code == 403
+    for path in ("", "/e1/rewards", "/e1/end", "/e1/edits", "/e1/humans"):
+        assert desk.post(f"/episodes{path}", {"value": 1}, headers=page).status_code == 403
     assert desk.ask(headers=page).status_code == 403
     assert len(desk.events) == 1
     assert desk.ask(headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,19 @@ import httpx
 import openai
 import pytest
 
+from marft_agents.log import LogReader, LogWriter
 from marft_agents.recording import MarftRecorder
 from marft_agents.serving.calls import tls
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.recording import Recording
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
+from tests.recording.kit import CASES
 from tests.runtimes.cases import KEY, Answer, RuntimeCases, Tool, both
-from tests.serving.stage import OPERATOR_KEY, make_house, running_app, running_stage
+from tests.serving.recording_kit import recording_stage
+from tests.serving.stage import OPERATOR_KEY, House, make_house, running_app, running_stage
+
+EDITED = "edited by a human"
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +144,39 @@ class TestAddress(RuntimeCases):
         """Only JSON comes over the wire: the schema of a class, and no class."""
         done = self.play(tmp_path, ['{"number": 5}'], "How many?", answer=Answer)
         assert [(t.text, t.sampling.grammar) for t in done.turns] == [('{"number": 5}', True)]
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["same server", "another server"])
+def test_case_32_people_speak_and_change_what_was_said(
+    house: House, tmp_path: Path, alive: bool
+) -> None:
+    """Two lines of a human, one of them in an assistant's role, and an edited reply."""
+    data = [json.loads(line) for line in (CASES / "32-human.jsonl").read_text().splitlines()]
+    first, reply, second, after, reward = data
+    with recording_stage(house, log=LogWriter(tmp_path)) as desk:
+        desk.post("/episodes/e32/edits", {"turn_id": "t", "text": "nothing yet"})
+        assert desk.post("/episodes", {"id": "e32", "task": "write"}).status_code == 201
+        human = {"text": first["text"], "name": first["agent"]}
+        assert desk.post("/episodes/e32/humans", human).status_code == 200
+        turn = desk.ask("writer", "e32", messages=reply["messages"]).headers["X-Marft-Turn"]
+        edit = {"turn_id": turn, "text": reply["edited_text"], "editor": "human"}
+        if alive:
+            assert desk.post("/episodes/e32/edits", edit).json()["known"] is True
+        desk.post("/episodes/e32/humans", human | {"text": second["text"]})
+        desk.ask("writer", "e32", messages=after["messages"])
+        desk.post("/episodes/e32/rewards", {"value": reward["value"]})
+        desk.post("/episodes/e32/end", {})
+    if not alive:
+        with recording_stage(house, log=LogWriter(tmp_path)) as desk:
+            assert desk.post("/episodes/e32/edits", edit).json()["known"] is False
+    (episode,) = LogReader(tmp_path).episodes()
+    edited, last = episode.turns
+    assert (edited.edited_text, edited.untrainable_reason) == ("Short clear text", EDITED)
+    assert edited.text not in (None, edited.edited_text) and edited.token_ids
+    assert last.trainable and last.messages == after["messages"]
+    assert not alive or last.depends_on == [edited.turn_id]
+    assert [(h.name, h.text) for h in episode.humans] == [
+        ("human", "Make it shorter."),
+        ("human", "Fine, ship it."),
+    ]
+    assert last.step == edited.step + 1
