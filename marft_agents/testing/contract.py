@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from marft_agents.recording import EventLog, MarftRecorder
@@ -140,6 +140,9 @@ class IntegrationContract:
             _, log, server = self._recorded(stream=stream)
             acts = [t for t in log.turns if t.kind == "act"]
             assert acts and len(log.turns) == len(server.requests)
+            assert _as_text(t.messages for t in log.turns) == _as_text(
+                request.body["messages"] for request in server.requests
+            )
             assert all(t.agent == t.model for t in acts)
             assert {r.headers["x-marft-agent"] for r in server.requests} == {
                 t.agent for t in log.turns
@@ -234,6 +237,11 @@ class IntegrationContract:
         with ScriptedServer(self.script) as server, MarftRecorder(log=log) as recorder:
             self._seen(recorder.wrap(self.make_team(server.url, stream=False)), task)
         return sorted(t.agent for t in log.turns)
+
+
+def _as_text(messages: Iterable[Any]) -> list[str]:
+    """In an order of their own: agents may ask at the same time."""
+    return sorted(json.dumps(each, sort_keys=True) for each in messages)
 
 
 def _bodies(server: ScriptedServer, without: frozenset[str] = frozenset()) -> list[JsonDict]:

@@ -317,10 +317,20 @@ class RuntimeCases:
 
     @both
     def test_reasoning_is_logged(self, tmp_path: Path, stream: bool) -> None:
-        script = [Reply("Five.", reasoning="two and three")]
-        done = self.play(tmp_path, script, "How many?", stream=stream)
-        assert [(t.text, t.reasoning) for t in done.turns] == [("Five.", "two and three")]
-        assert done.turns[0].trainable
+        """Whether the next request carries it is the runtime's; it does as in the plain run."""
+
+        async def five() -> str:
+            """Say five."""
+            return "5"
+
+        script = [
+            Reply(None, [("five", {})], reasoning="two and three"),
+            Reply("It is five.", reasoning="as told"),
+        ]
+        done = self.play(tmp_path, script, "How many?", stream=stream, tools=[five])
+        said = [(t.text, t.reasoning, t.trainable) for t in done.turns]
+        assert said == [(None, "two and three", True), ("It is five.", "as told", True)]
+        assert [t.messages for t in done.turns] == [r["messages"] for r in done.requests]
 
     def test_objects_that_do_not_serialise(self, tmp_path: Path) -> None:
         odd = {"schema": Answer, "path": Path("a/b"), "when": datetime.datetime(2026, 1, 2)}
