@@ -72,10 +72,16 @@ class _Loaded(dict[str, list[int]]):
 
 
 def _loaded(registry: Registry, server: str | None) -> _Loaded:
+    who = server_of(registry.root)
     if server is not None:
+        if who is None:
+            raise RegistryError(
+                f"no server serves from {registry.root}, so {server} serves another folder; name"
+                " that one (--adapters), or leave out --server"
+            )
         served = served_by(server, registry.root)
         return _Loaded({a: [v for v in (now, *more) if v] for a, (now, more) in served.items()})
-    if who := server_of(registry.root):
+    if who is not None:
         raise RegistryError(
             f"{registry.root} is served by {who}, and an engine dies when a loaded version goes;"
             " name the server, so that it can be asked: --server URL"

@@ -48,6 +48,14 @@ def _take(handle: int, timeout_s: float, *, shared: bool = False) -> bool | None
             return None
 
 
+def _close(handle: int) -> None:
+    """Unlock and close; closing alone would leave the lock to a child that was forked meanwhile."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
 @contextlib.contextmanager
 def changing(root: Path, timeout_s: float = _CHANGE_TIMEOUT_S) -> Generator[None]:
     """Keep every other process and thread from changing the registry meanwhile.
@@ -65,12 +73,13 @@ def changing(root: Path, timeout_s: float = _CHANGE_TIMEOUT_S) -> Generator[None
             )
         yield
     finally:
-        os.close(handle)
+        _close(handle)
 
 
 def _read(handle: int) -> str | None:
     """Whom the lock file names; ``None`` when it is empty."""
-    text = os.pread(handle, 4096, 0).decode("utf-8", "replace")
+    os.lseek(handle, 0, os.SEEK_SET)
+    text = os.read(handle, 4096).decode("utf-8", "replace")
     try:
         told: Any = json.loads(text)
     except ValueError:
@@ -89,7 +98,7 @@ def server_of(root: Path) -> str | None:
         free = _take(handle, 0.0, shared=True)
         return None if free else _read(handle) or (None if free is None else "a server")
     finally:
-        os.close(handle)
+        _close(handle)
 
 
 def require_not_served(root: Path) -> None:
@@ -118,10 +127,10 @@ def serving(root: Path, url: str) -> Generator[None]:
             raise ConfigError(f"{root} is served already; serve another folder")
         told = {"pid": os.getpid(), "host": socket.gethostname(), "url": url}
         os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(told).encode() + b"\n", 0)
+        os.write(handle, json.dumps(told).encode() + b"\n")
         try:
             yield
         finally:
             os.ftruncate(handle, 0)
     finally:
-        os.close(handle)
+        _close(handle)

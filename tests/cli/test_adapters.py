@@ -8,15 +8,19 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from marft_agents.cli import main
 from marft_agents.cli.adapters import SUBCOMMANDS
-from marft_agents.registry import Change, locks
+from marft_agents.registry import Change, Registry, locks
+from marft_agents.registry.export import export
 from marft_agents.serving import free_port
 from tests.serving.stage import OPERATOR_KEY, House, Stage, make_house, running_stage
+
+if TYPE_CHECKING:
+    from tests.cli.shop import Shop
 
 
 @pytest.fixture
@@ -270,6 +274,14 @@ def test_prune_asks_the_server(adapters: Program, house: House) -> None:
         assert stage.chat("router").headers["X-Marft-Adapter"] == "router@v1"
 
 
+def test_prune_with_a_server_of_another_folder(adapters: Program, house: House) -> None:
+    house.registry.promote("router", 5, by="me", evidence={})
+    with running_stage(house) as stage:
+        line = adapters.refuses("prune", "--keep", 1, "--yes", "--server", stage.url)
+    assert "no server serves from" in line and "serves another folder" in line
+    assert len(house.registry.versions("router")) == 5
+
+
 def test_verify(adapters: Program, house: House) -> None:
     assert adapters("verify") == "no findings in 5 versions\n"
     assert adapters("verify", "--model", house.base_dir, "router@v2").endswith("in 1 versions\n")
@@ -312,3 +324,20 @@ def test_other_mistakes(adapters: Program, tmp_path: Path) -> None:
     assert "names no version" in adapters.refuses("show", "router@latest")
     assert "no version 9" in adapters.refuses("show", "router@v9")
     assert "reserved" in adapters.refuses("rollback", "base")
+
+
+# --- what other programs make of it ---------------------------------------------------------------
+
+
+def test_peft_loads_an_export_of_what_finetune_published(shop: Shop) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    registry = Registry(shop.root / "adapters")
+    export(registry, "router", 1, shop.root / "out")
+    model: Any = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(shop.model), str(shop.root / "out")
+    )
+    names = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    config = json.loads((registry.path("router", 1) / "adapter_config.json").read_text())
+    assert names and len(names) % len(config["target_modules"]) == 0

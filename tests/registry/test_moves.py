@@ -204,6 +204,25 @@ def test_a_change_waits_for_another_and_says_so_when_it_does_not_end(registry: R
         pass
 
 
+def test_a_lock_is_not_left_to_a_forked_child(registry: Registry) -> None:
+    code = """
+        import os, sys
+        from marft_agents.registry import Registry, locks
+        registry = Registry(sys.argv[1])
+        hold, go = os.pipe()
+        with registry.changing("router"):
+            child = os.fork()
+            if child == 0:
+                os.close(go)
+                os.read(hold, 1)  # until the parent is gone
+                os._exit(0)
+        with locks.changing(registry.root, timeout_s=0.5):
+            print("free")
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code), str(registry.root)]
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == b"free\n"
+
+
 def test_a_pinned_version_stays(registry: Registry) -> None:
     registry.promote("router", 2, by="me", evidence={})
     assert registry.pin("router", Change("me")) == registry.pinned("router") == 2
