@@ -55,9 +55,9 @@ class StreamReader:
     def _chunk(self, chunk: JsonDict) -> None:
         reply = self.reply
         reply.read_common(chunk)
-        raws = mappings(chunk.get("choices"))
+        raws, usage = mappings(chunk.get("choices")), chunk.get("usage")
         # Running usage counts the choice that it comes with, the one at the end counts them all.
-        if not raws or reply.expected == 1:
+        if usage and (not raws or reply.expected == 1):
             reply.read_usage(chunk)
         for position, raw in enumerate(raws):
             choice = reply.choice(index_of(raw, position))
@@ -65,8 +65,8 @@ class StreamReader:
             said_something = _read_delta(choice, mapping(raw.get("delta")))
             echoed = self._echo and choice.token_ids is None
             choice.gap = choice.gap or (said_something and not with_ids and not echoed)
-            if len(raws) == 1:
-                counted = mapping(chunk.get("usage")).get("completion_tokens")
+            if usage and len(raws) == 1:
+                counted = mapping(usage).get("completion_tokens")
                 choice.counted = counted if isinstance(counted, int) else choice.counted
 
 

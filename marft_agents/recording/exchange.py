@@ -16,7 +16,7 @@ from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
 from marft_agents.recording.events import StreamReader
 from marft_agents.recording.jsontext import JsonObject, mapping
-from marft_agents.recording.lines import Line, Lines, parsed
+from marft_agents.recording.lines import Lines, parsed
 from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt, token_fields
 from marft_agents.recording.reply import Reply, completion, error_text
 from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
@@ -190,8 +190,13 @@ class Exchange:
             self._raw.append(data)
             return data if self._restorer is None else b""
         lines = self._lines.feed(data)
-        with self.call.episode.core.safety.guard("read a streamed reply"):
-            self._take(self._reader, lines)
+        if not self.closed:
+            try:
+                self._reader.take(lines)
+                if self._reader.reply.finished:
+                    self._register()
+            except Exception as error:
+                self.call.episode.core.safety.failed("read a streamed reply", error)
         return data if self._restorer is None else self._restorer.lines(lines)
 
     def rest(self) -> bytes:
@@ -202,12 +207,6 @@ class Exchange:
         if self._reader is not None:
             return restorer.end(self._lines.rest())
         return restorer.whole(*self._whole())
-
-    def _take(self, reader: StreamReader, lines: list[Line]) -> None:
-        if not self.closed:
-            reader.take(lines)
-            if reader.reply.finished:
-                self._register()
 
     def _whole(self) -> tuple[bytes, Any]:
         raw = b"".join(self._raw)

@@ -21,14 +21,16 @@ _UNREAD = object()
 class Line:
     """One line, its end included; ``silent``: a part of one, which says nothing by itself."""
 
-    __slots__ = ("_value", "data", "silent", "text")
+    __slots__ = ("_value", "at", "data", "silent", "text")
 
     def __init__(self, text: bytes, *, silent: bool = False) -> None:
         self.text = text
         self.silent = silent
         self.data: bytes | None = None
         if text.startswith(b"data:") and not silent:
-            self.data = text[5:].rstrip(_ENDS).removeprefix(b" ")
+            self.at = 6 if text.startswith(b" ", 5) else 5
+            """Where the data begins."""
+            self.data = text[self.at :].rstrip(_ENDS)
         self._value: Any = _UNREAD
 
     @property

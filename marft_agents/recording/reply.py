@@ -95,8 +95,10 @@ class Reply:
     @property
     def finished(self) -> bool:
         """Whether every choice asked for has its finish reason."""
-        done = sum(c.finish_reason is not None for c in self.choices.values())
-        return done >= self.expected
+        waiting = self.expected
+        for choice in self.choices.values():
+            waiting -= choice.finish_reason is not None
+        return waiting <= 0
 
     def complete(self, choice: Choice) -> bool:
         """Whether all of this choice's tokens arrived."""

@@ -16,12 +16,15 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, cast
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from marft_agents.recording.jsontext import mappings, value_end
 from marft_agents.recording.lines import NO_JSON, Line, parsed
 from marft_agents.schema import JsonDict
 
 NOTHING: frozenset[str] = frozenset()
 _DONE = b"[DONE]"
+_LOOK = 64
 _BOTH = frozenset({"token_ids", "logprobs"})
 
 
@@ -47,6 +50,8 @@ class Restorer:
     ) -> None:
         self._asked = asked
         self._hidden = frozenset(hidden)
+        self._hides_ids = "token_ids" in hidden
+        self._hides_both = self._hidden >= _BOTH
         self._served = served
         self._mark = b"" if hidden or served is None else served.encode()
         self._failed = failed
@@ -60,7 +65,7 @@ class Restorer:
 
     def lines(self, lines: Iterable[Line]) -> bytes:
         """What the app is to see of these lines of a stream."""
-        return b"".join([self._line(line) for line in lines])
+        return b"".join(map(self._line, lines))
 
     def end(self, rest: Iterable[Line]) -> bytes:
         """What is left to see when nothing more comes."""
@@ -83,8 +88,7 @@ class Restorer:
         self._dropped = self._line_dropped = not text
         if not text or text is line.data:
             return line.text if text else b""
-        at = line.text.index(line.data)
-        return line.text[:at] + text + line.text[at + len(line.data) :]
+        return line.text[: line.at] + text + line.text[line.at + len(line.data) :]
 
     def _other(self, line: Line) -> bytes:
         """A line without data, or without any that concerns us."""
@@ -121,7 +125,7 @@ class Restorer:
             return data
         fields = cast("JsonDict", value)
         try:
-            if self._hidden >= _BOTH and _is_bare(fields):
+            if self._hides_both and _is_bare(fields):
                 return b""
             wanted = self._wanted(fields)
             return data if wanted is None else _written(data, fields, wanted, self._hidden)
@@ -132,50 +136,62 @@ class Restorer:
     def _wanted(self, fields: JsonDict) -> JsonDict | None:
         """The fields as they are to be, ``None`` where they are so already."""
         put: JsonDict = {}
-        model = fields.get("model")
-        if self._asked is not None and isinstance(model, str) and model != self._asked:
-            put |= {"model": self._asked} if self._served in (None, model) else {}
-        if "token_ids" in self._hidden and fields.get("prompt_token_ids") is not None:
+        if self._asked is not None:
+            model = fields.get("model")
+            if isinstance(model, str) and model != self._asked and self._served in (None, model):
+                put["model"] = self._asked
+        if self._hides_ids and fields.get("prompt_token_ids") is not None:
             put["prompt_token_ids"] = None
         choices = fields.get("choices")
         if self._hidden and isinstance(choices, list):
             before = cast("list[Any]", choices)
             after = [self._without(choice) for choice in before]
-            if any(a is not b for a, b in zip(after, before, strict=True)):
+            if after != before:
                 put["choices"] = after
         return fields | put if put else None
 
     def _without(self, choice: Any) -> Any:
         if not isinstance(choice, dict):
             return choice
-        found = cast("JsonDict", choice)
-        gone = [name for name in self._hidden if found.get(name) is not None]
-        return found | dict.fromkeys(gone) if gone else found
+        out = cast("JsonDict", choice)
+        for name in self._hidden:
+            if out.get(name) is not None:
+                out = out | {name: None}
+        return out
 
 
 def _is_bare(fields: JsonDict) -> bool:
     """A chunk without any text, which vLLM sends to those who ask for ids or log-probabilities."""
-    choices = mappings(fields.get("choices"))
-    return bool(choices) and all(
-        choice.get("delta") == {}
-        and choice.get("finish_reason") is None
-        and any(choice.get(name) is not None for name in _BOTH)
-        for choice in choices
-    )
+    choices = fields.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    for choice in cast("list[Any]", choices):
+        if not isinstance(choice, dict):
+            return False
+        found = cast("JsonDict", choice)
+        if found.get("delta") != {} or found.get("finish_reason") is not None:
+            return False
+        if all(found.get(name) is None for name in _BOTH):
+            return False
+    return True
 
 
 def _written(data: bytes, fields: JsonDict, wanted: JsonDict, hidden: Collection[str]) -> bytes:
     """``wanted`` in the text of ``fields``.
 
-    Its places are found by their looks, which is quick; that they were the right ones shows in what
-    the outcome reads as.
+    Text without spaces or escapes, as engines write it, comes out the same when written anew. In
+    other text the places are found by their looks; that they were the right ones shows in what the
+    outcome reads as.
     """
-    try:
+    if b'": ' not in data[:_LOOK] and b"\\u" not in data:
+        try:
+            return to_json(wanted)
+        except PydanticSerializationError:
+            pass  # half a surrogate pair
+    with suppress(ValueError):
         spliced = _spliced(data, fields, wanted, hidden)
-    except ValueError:
-        spliced = None
-    if spliced is not None and parsed(spliced) == wanted:
-        return spliced
+        if spliced is not None and parsed(spliced) == wanted:
+            return spliced
     return json.dumps(wanted, separators=(",", ":")).encode()
 
 
