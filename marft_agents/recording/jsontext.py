@@ -91,20 +91,54 @@ def _members(text: str, at: int) -> Iterator[tuple[str, int, int, int]]:
         at = _skip(text, at + 1) if text[at] == "," else at
 
 
+def revised(data: bytes, have: Any, want: Any) -> bytes:
+    """The text of ``have`` with what is another object in ``want`` put in its place.
+
+    Raises:
+        ValueError: no text in UTF-8 that can be edited.
+    """
+    text = data.decode()
+    out: list[str] = []
+    before = 0
+    for start, end, new in _differences(text, _skip(text, 0), len(text.rstrip()), have, want):
+        out += [text[before:start], new]
+        before = end
+    if not out:
+        raise ValueError("no such places")
+    return "".join([*out, text[before:]]).encode()
+
+
+def _differences(
+    text: str, start: int, end: int, have: Any, want: Any
+) -> Iterator[tuple[int, int, str]]:
+    """Start, end and new text of each value that is another."""
+    if have is want:
+        return
+    if isinstance(have, dict) and isinstance(want, dict):
+        old, new = cast("JsonDict", have), cast("JsonDict", want)
+        for name, _, at, to in _members(text, _skip(text, start + 1)):
+            yield from _differences(text, at, to, old[name], new[name])
+    elif isinstance(have, list) and isinstance(want, list):
+        pairs = zip(cast("list[Any]", have), cast("list[Any]", want), strict=True)
+        for (at, to), (a, b) in zip(_items(text, _skip(text, start + 1)), pairs, strict=True):
+            yield from _differences(text, at, to, a, b)
+    else:
+        yield start, end, _dumped(want)
+
+
+def _items(text: str, at: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each item of an array."""
+    while text[at] != "]":
+        _, end = _DECODER.raw_decode(text, at)
+        yield at, end
+        at = _skip(text, end)
+        at = _skip(text, at + 1) if text[at] == "," else at
+
+
 def _skip(text: str, at: int) -> int:
     while text[at] in " \t\n\r":
         at += 1
     return at
-
-
-def value_end(data: bytes, at: int) -> int:
-    """Where the JSON value that begins at ``at`` ends.
-
-    Raises:
-        ValueError: none begins there.
-    """
-    text = data[at:].decode()
-    return at + len(text[: _DECODER.raw_decode(text)[1]].encode())
 
 
 def _dumped(value: Any) -> str:

@@ -3,22 +3,19 @@
 Invariant: the top-level ``model`` is the one that was asked for; token fields that the recorder put
 in read as where nobody asked: they keep their place and are null, and chunks that came only for
 their sake are gone. Every other byte passes as it came, each line of a stream as soon as it is
-complete; what is no JSON passes untouched. Where the text is of a form that cannot be edited in
-place, the same JSON is written anew.
+complete; what is no JSON passes untouched. Only text that is not in UTF-8 is written anew.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any, cast
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from marft_agents.recording.jsontext import mappings, value_end
+from marft_agents.recording.jsontext import revised
 from marft_agents.recording.lines import NO_JSON, Line, parsed
 from marft_agents.schema import JsonDict
 
@@ -128,7 +125,7 @@ class Restorer:
             if self._hides_both and _is_bare(fields):
                 return b""
             wanted = self._wanted(fields)
-            return data if wanted is None else _written(data, fields, wanted, self._hidden)
+            return data if wanted is None else _written(data, fields, wanted)
         except Exception as error:
             self._failed(error)
             return data
@@ -176,80 +173,20 @@ def _is_bare(fields: JsonDict) -> bool:
     return True
 
 
-def _written(data: bytes, fields: JsonDict, wanted: JsonDict, hidden: Collection[str]) -> bytes:
+def _written(data: bytes, fields: JsonDict, wanted: JsonDict) -> bytes:
     """``wanted`` in the text of ``fields``.
 
-    Text without spaces or escapes, as engines write it, comes out the same when written anew. In
-    other text the places are found by their looks; that they were the right ones shows in what the
-    outcome reads as.
+    Text without spaces or escapes, as engines write it, comes out the same when written anew.
     """
     if b'": ' not in data[:_LOOK] and b"\\u" not in data:
         try:
             return to_json(wanted)
         except PydanticSerializationError:
             pass  # half a surrogate pair
-    with suppress(ValueError):
-        spliced = _spliced(data, fields, wanted, hidden)
-        if spliced is not None and parsed(spliced) == wanted:
-            return spliced
-    return json.dumps(wanted, separators=(",", ":")).encode()
-
-
-def _spliced(
-    data: bytes, fields: JsonDict, wanted: JsonDict, hidden: Collection[str]
-) -> bytes | None:
-    places: list[tuple[int, int, bytes]] = []
-    for name in ("model", "prompt_token_ids"):
-        if wanted.get(name) != fields.get(name):
-            at = _after(data, name, 0)
-            places.append((at, _end(data, at, fields, name), json.dumps(wanted[name]).encode()))
-    if wanted.get("choices") is not fields.get("choices"):
-        at = _after(data, "choices", 0)
-        for choice in mappings(fields["choices"]):
-            for name in choice:
-                if name not in hidden or at < 0:
-                    continue
-                at = _after(data, name, at)
-                if choice[name] is not None:
-                    places.append((at, _end(data, at, choice, name), b"null"))
-    out: list[bytes] = []
-    before = 0
-    for at, end, text in sorted(places):
-        if at < before or end < at:
-            return None
-        out += [data[before:at], text]
-        before = end
-    return b"".join([*out, data[before:]])
-
-
-@lru_cache(maxsize=64)
-def _key(name: str) -> re.Pattern[bytes]:
-    return re.compile(rb'"' + re.escape(name.encode()) + rb'"[ \t\r\n]*:[ \t\r\n]*')
-
-
-def _after(data: bytes, name: str, at: int) -> int:
-    """Where the value of the next member of this name begins; -1: nowhere."""
-    found = _key(name).search(data, at) if at >= 0 else None
-    return found.end() if found else -1
-
-
-def _end(data: bytes, at: int, holder: Any, name: str) -> int:
-    """Where the value at ``at`` ends, going by what it is and what comes next; -1: unknown."""
-    value = holder[name]
-    if at < 0:
-        return -1
-    if isinstance(value, str):
-        for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
-            if data.startswith(encoded := text.encode("utf-8", "replace"), at):
-                return at + len(encoded)
-        return -1
-    if isinstance(value, list):
-        return data.find(b"]", at) + 1
-    names = list(holder)
-    following = names[names.index(name) + 1 :]
-    found = _key(following[0]).search(data, at) if following else None
-    comma = data.rfind(b",", at, found.start()) if found else -1
-    return len(data[:comma].rstrip()) if comma >= 0 else value_end(data, at)
+    try:
+        return revised(data, fields, wanted)
+    except (ValueError, LookupError):  # written in an encoding other than UTF-8
+        return json.dumps(wanted, separators=(",", ":")).encode()
 
 
 def restored_response(response: Any, content: bytes) -> Any:
