@@ -6,12 +6,15 @@ remembered for the error message and never disturbs another.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
 
-from marft_agents.errors import IntegrationError
+from marft_agents.errors import ConfigError, IntegrationError
 
 GROUP = "marft_agents.integrations"
+ENDS = ("auto", "terminated")
 
 
 class Integration(Protocol):
@@ -49,6 +52,25 @@ def find_integration(obj: Any) -> Integration:
         f"cannot record an object of type {kind}; supported runtimes: {supported}{hint}."
         " For code on the openai SDK use recorder.attach_client(client, agent=...)"
     )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check the options of ``wrap`` that every integration has.
+
+    Raises:
+        ConfigError: another ``end``, or an ``on_end`` that cannot be called when a run is over.
+    """
+    end, on_end = options.get("end", ENDS[0]), options.get("on_end")
+    if end not in ENDS:
+        raise ConfigError(f"wrap(..., end={end!r}): end is one of {', '.join(ENDS)}")
+    if on_end is not None and not callable(on_end):
+        raise ConfigError(f"wrap(..., on_end={on_end!r}): on_end is a function (episode, result)")
+    called = getattr(type(on_end), "__call__", None)  # noqa: B004 not a test for callables
+    if any(map(inspect.iscoroutinefunction, (on_end, called))):
+        raise ConfigError(
+            "wrap(..., on_end=...): nobody can await it; use a plain function, or"
+            " `async with recorder.episode() as episode:` around the run to await a score there"
+        )
 
 
 def installed() -> list[EntryPoint]:

@@ -21,7 +21,7 @@ from marft_agents.recording.core import Core, Inject, Models, random_id, utc_now
 from marft_agents.recording.defaults import episode_defaults
 from marft_agents.recording.episode import LiveEpisode, current_episode
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
-from marft_agents.recording.integrations import find_integration
+from marft_agents.recording.integrations import check_options, find_integration
 from marft_agents.recording.redact import Redact, Redactor
 from marft_agents.recording.reviews import give_edit, give_reward
 from marft_agents.recording.safety import Safety
@@ -110,10 +110,18 @@ class MarftRecorder:
 
         Raises:
             IntegrationError: no supported runtime.
+            ConfigError: an option with a value that it cannot have.
             MissingExtraError: the runtime is not fully installed.
         """
         integration = find_integration(obj)
-        if self.enabled:
+        check_options(options)
+        if self.core.closed:
+            self.core.safety.warn_once(
+                "wrapped after close",
+                "marft-agents: what is wrapped by a recorder that is closed is not recorded; close"
+                " it after the last episode, or make a new MarftRecorder",
+            )
+        elif self.enabled:
             integration.wrap(obj, self, **options)
         return obj
 

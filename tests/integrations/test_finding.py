@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from marft_agents.errors import IntegrationError
+from marft_agents.errors import ConfigError, IntegrationError
 from marft_agents.recording import MarftRecorder, integrations
 from marft_agents.recording.integrations import GROUP, find_integration
 from marft_agents.testing import InMemoryLog
@@ -45,6 +45,43 @@ def test_a_broken_integration_disturbs_no_other(monkeypatch: pytest.MonkeyPatch)
     with MarftRecorder(log=InMemoryLog()) as recorder:
         assert recorder.wrap(team, name="x") is team
     assert wrapped == [(team, {"name": "x"})]
+
+
+async def _later(episode: Any, result: Any) -> None: ...
+
+
+class _Scorer:
+    async def __call__(self, episode: Any, result: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"end": "terminate"}, "one of auto, terminated"),
+        ({"on_end": 5}, "is a function"),
+        ({"on_end": _later}, "nobody can await it"),
+        ({"on_end": _Scorer()}, "nobody can await it"),
+    ],
+)
+def test_options_are_checked_before_anything_is_touched(
+    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[Any] = []
+    _install(monkeypatch, good=_module(wrapped))
+    with MarftRecorder(log=InMemoryLog()) as recorder, pytest.raises(ConfigError, match=said):
+        recorder.wrap(Team(), **options)
+    assert not wrapped
+
+
+def test_a_closed_recorder_says_that_it_wraps_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapped: list[Any] = []
+    _install(monkeypatch, good=_module(wrapped))
+    recorder = MarftRecorder(log=InMemoryLog())
+    recorder.close()
+    recorder.wrap(Team())
+    assert not wrapped and "is closed is not recorded" in caplog.text
 
 
 def test_an_unknown_object_names_its_type_and_what_there_is(
