@@ -64,6 +64,10 @@ class GatewayEpisode(LiveEpisode):
         told = {"turn_id": turn.turn_id, "agent": turn.agent, "response_id": turn.response_id}
         self.turns.append(told)
 
+    def speaker(self, turn_id: str | None) -> str | None:
+        """Who spoke a turn of this episode."""
+        return next((t["agent"] for t in self.turns if t["turn_id"] == turn_id), None)
+
     def reopen(self) -> None:
         """Go on after an end that only the clock decided."""
         self.closed, self._decided = False, None

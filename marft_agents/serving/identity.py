@@ -37,6 +37,8 @@ class Caller:
     kind: TurnKind = "act"
     recorded: bool = False
     by_app: bool = False
+    parent_turn: str | None = None
+    """The turn of the agent on whose behalf a nested call is made."""
 
     def named(self, model: Any) -> Caller:
         """With the model's name for an agent that is not named otherwise."""
@@ -95,6 +97,7 @@ def caller_of(request: Request, *, record_all: bool = False) -> Caller:
         _kind(request),
         recorded=True,
         by_app=app_records,
+        parent_turn=_parent_turn(request),
     )
 
 
@@ -129,6 +132,17 @@ def _kind(request: Request) -> TurnKind:
         known = ", ".join(get_args(TurnKind))
         raise Refusal(400, f"X-Marft-Kind is {kind[:40]!r}; it is one of {known}")
     return cast("TurnKind", kind)
+
+
+def _parent_turn(request: Request) -> str | None:
+    turn = request.headers.get("x-marft-parent-turn")
+    if turn is not None and not _EPISODE.fullmatch(turn):
+        raise Refusal(
+            400,
+            f"X-Marft-Parent-Turn is {turn[:40]!r}; send the X-Marft-Turn of the reply that began"
+            " the nested chat",
+        )
+    return turn
 
 
 def _no_episode(unasked: bool) -> str:

@@ -86,7 +86,8 @@ class Recording:
             note_tools(episode, caller.agent, body.get("messages"))
             n = body.get("n")
             choices = n if isinstance(n, int) and n > 0 else 1
-            call = HttpCall(episode, caller.agent, caller.kind, key, choices)
+            parent = episode.speaker(caller.parent_turn), caller.parent_turn
+            call = HttpCall(episode, caller.agent, caller.kind, key, choices, parent)
         secret, _ = split_key(bearer_token(request) or "")  # kept out of what errors quote
         asked = httpx.Request("POST", url, headers=[(b"authorization", secret.encode("latin-1"))])
         return Recorded(episode, call, Exchange(call, asked, body))

@@ -25,12 +25,19 @@ class HttpCall(Call):
     """A model call that begins with a request to the gateway and ends with its response.
 
     ``key`` tells the attempts of one call together; ``None``: the client never tries again.
+    ``parent``: agent and turn on whose behalf a nested call is made.
     """
 
     def __init__(
-        self, episode: LiveEpisode, agent: str, kind: TurnKind, key: str | None, choices: int
+        self,
+        episode: LiveEpisode,
+        agent: str,
+        kind: TurnKind,
+        key: str | None,
+        choices: int,
+        parent: tuple[str | None, str | None] = (None, None),
     ) -> None:
-        super().__init__(episode, agent, kind)
+        super().__init__(episode, agent, kind, parent_agent=parent[0], parent_turn=parent[1])
         self.key = key
         self.ids = {i: episode.core.new_id() for i in range(min(choices, _MOST_CHOICES))}
         """Turn ids, told to the client before the turns exist."""

@@ -180,3 +180,28 @@ def test_case_32_people_speak_and_change_what_was_said(
         ("human", "Fine, ship it."),
     ]
     assert last.step == edited.step + 1
+
+
+def test_case_29_calls_of_a_nested_chat_name_the_turn_that_began_it(
+    house: House, tmp_path: Path
+) -> None:
+    records = [json.loads(line) for line in (CASES / "29-nested.jsonl").read_text().splitlines()]
+    calls = [record for record in records if record["kind"] == "call"]
+    began = ""
+    with recording_stage(house, log=LogWriter(tmp_path)) as desk:
+        for call in calls:
+            inner = {"X-Marft-Parent-Turn": began} if "parent" in call else {}
+            more = {"model": "writer", "messages": call["messages"]}
+            answer = desk.ask(call["agent"], "e29", headers=inner, **more)
+            began = began or answer.headers["X-Marft-Turn"]
+        odd = desk.ask("writer", "e29", headers={"X-Marft-Parent-Turn": "no turn"})
+        assert odd.status_code == 400 and "X-Marft-Turn of the reply" in odd.text
+        desk.post("/episodes/e29/rewards", {"value": 1.0})
+        desk.post("/episodes/e29/end", {})
+    (episode,) = LogReader(tmp_path).episodes()
+    named = [(t.agent, t.parent_agent, t.parent_turn) for t in episode.turns]
+    assert named == [
+        (c["agent"], "planner", began) if "parent" in c else (c["agent"], None, None) for c in calls
+    ]
+    assert len(calls) == 5 and all(t.trainable for t in episode.turns)
+    assert episode.team_reward == 1.0
