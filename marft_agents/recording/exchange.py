@@ -226,6 +226,8 @@ class Exchange:
             self._read_body()
             self._settle()
             self._register()
+        if self.answered and self.reply is None:
+            self.error = self.error or "the reply could not be read"
         if self._restorer is None:
             self._raw, self._read = [], (b"", None)
         if error is not None:

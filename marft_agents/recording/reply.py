@@ -195,13 +195,16 @@ def index_of(raw: Mapping[str, Any], default: int) -> int:
 def _logprobs(content: list[Any]) -> list[float]:
     try:
         return [float(item["logprob"]) for item in content]
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return [_logprob(item) for item in content]
 
 
 def _logprob(item: Any) -> float:
     value = mapping(item).get("logprob")
-    return float(value) if isinstance(value, int | float) else float("nan")
+    try:
+        return float(value) if isinstance(value, int | float) else float("nan")
+    except OverflowError:  # an integer of hundreds of digits
+        return float("nan")
 
 
 def _count(usage: Mapping[str, Any], name: str, default: int | None) -> int | None:

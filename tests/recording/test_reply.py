@@ -80,6 +80,14 @@ def test_missing_logprobs_stay_visible_as_not_a_number() -> None:
     assert math.isnan(logprobs[2])
 
 
+@pytest.mark.parametrize("value", [10**400, "x", None, [], True, -math.inf])
+def test_odd_logprobs_cost_nothing_but_themselves(value: Any) -> None:
+    body = _whole(Scripted(text="a"))
+    body["choices"][0]["logprobs"]["content"][0]["logprob"] = value
+    choice = completion(body).choices[0]
+    assert choice.text == "a" and choice.logprobs is not None and len(choice.logprobs) == 2
+
+
 def test_reading_never_invents_what_is_not_there() -> None:
     for body in ({}, {"choices": None}, {"choices": [{}]}, {"choices": ["x"], "usage": 3}):
         reply = completion(body)
