@@ -40,7 +40,8 @@ class Core:
     """Services of one recorder.
 
     ``models`` maps an agent to the model name to send; ``auto``: its own name where it is served.
-    ``keep_caches``: whether the app's reply caches may answer while recording.
+    ``keep_caches``: whether the app's reply caches may answer while recording. ``runtimes``: of
+    what was wrapped so far. ``attached``: whether anything was. ``enabled``: whether to record.
     """
 
     sink: Sink
@@ -52,6 +53,9 @@ class Core:
     servers: KnownServers = field(default_factory=KnownServers)
     keep_caches: bool = False
     closed: bool = False
+    enabled: bool = True
+    attached: bool = False
+    runtimes: set[str] = field(default_factory=set[str])
 
     @property
     def asks_servers(self) -> bool:

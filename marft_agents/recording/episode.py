@@ -53,6 +53,8 @@ class LiveEpisode:
         self.id = episode_id
         self.parent_id = parent_id
         self.closed = False
+        self.has_inner = False
+        """Whether an episode began inside this one."""
         self._process = os.getpid()
         self.lock = threading.RLock()
         _alive.add(self)
@@ -203,6 +205,26 @@ class LiveEpisode:
         reason, detail = self._decided or self._ending(error)
         self.core.emit(
             EpisodeEnded(time=self.core.clock(), episode_id=self.id, reason=reason, detail=detail)
+        )
+
+    def say_if_nothing_was_recorded(self) -> None:
+        """An episode without a call is no use to anybody; most often a ``wrap`` was forgotten."""
+        core = self.core
+        if self._turns or self.has_inner or core.closed or not core.enabled:
+            return
+        if core.safety.spoke or os.getpid() != self._process:
+            return  # the reason was given, or so much is wrong that this is not the news
+        cure = (
+            "nothing was wrapped: pass the team or the agent that runs to recorder.wrap(...), or"
+            " the openai client to recorder.attach_client(client, agent=...)"
+        )
+        if core.attached:
+            cure = (
+                "what ran there is not what was wrapped (a new team? a copy?), or ran in a thread"
+                " of your own (use `with episode.active():` there), or asked no model"
+            )
+        core.safety.warn_once(
+            "no call", f"marft-agents recorded no model call in episode {self.id[:80]!r}; {cure}"
         )
 
     def _ending(self, error: BaseException | None) -> tuple[EndReason, str | None]:

@@ -88,8 +88,11 @@ class EpisodeContext:
         given = "" if self._id is None else as_text(self._id)
         name = given.encode("utf-8", "backslashreplace").decode() or core.new_id()
         self._live = LiveEpisode(core, name, parent.id if parent else None)
+        if parent is not None:
+            parent.has_inner = True
         with core.safety.guard("log the start of an episode"):
-            self._live.start(self._task, self._metadata, None)
+            runtimes = ", ".join(sorted(core.runtimes)) or None
+            self._live.start(self._task, self._metadata, runtimes)
         self._active = self._live.active()
         self._active.__enter__()
         return EpisodeHandle(self._live)
@@ -105,6 +108,8 @@ class EpisodeContext:
         if self._live is not None:
             with self._core.safety.guard("log the end of an episode"):
                 self._live.end(error)
+                if error is None:
+                    self._live.say_if_nothing_was_recorded()
 
     async def __aenter__(self) -> EpisodeHandle:
         return self.__enter__()

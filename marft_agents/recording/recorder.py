@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from marft_agents.errors import ConfigError
 from marft_agents.log import LogWriter, Retention
@@ -43,6 +43,17 @@ class _Nowhere:
     def write(self, event: Event) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _routes(models: Any) -> Models:
+    if models == "auto":
+        return "auto"
+    if models is None or isinstance(models, Mapping):
+        return dict(cast("Mapping[str, str]", models or {}))
+    raise ConfigError(
+        f"models is 'auto' or a mapping from agent to model name, not {models!r}; for one model a"
+        ' agent: MarftRecorder(models={"planner": "planner"})'
+    )
 
 
 class MarftRecorder:
@@ -96,10 +107,9 @@ class MarftRecorder:
             capacity=capacity,
             capacity_bytes=capacity_bytes,
         )
-        routes: Models = models if models == "auto" else dict(models or {})
-        self.core = Core(sink, safety, routes, inject, clock, ids, keep_caches=keep_caches)
+        self.core = Core(sink, safety, _routes(models), inject, clock, ids, keep_caches=keep_caches)
         """For integrations."""
-        self.enabled = enabled
+        self.enabled = self.core.enabled = enabled
         self._attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
     def wrap(self, obj: _T, **options: Any) -> _T:
@@ -206,11 +216,16 @@ class MarftRecorder:
         """Record HTTP calls of an openai SDK client made inside a ``Call``, or all as ``agent``."""
         claim = capture(client, self.core, agent)
         self._attachments.add(claim)
+        self.core.attached = True
         return claim
 
     def keep(self, attachment: Attachment) -> None:
         """Have ``close`` release ``attachment``; whoever it is put on must hold it."""
         self._attachments.add(attachment)
+        self.core.attached = True
+        runtime = getattr(attachment, "runtime", None)
+        if isinstance(runtime, str):
+            self.core.runtimes.add(runtime)
 
     def current(self) -> LiveEpisode | None:
         """The episode that the current context is in."""

@@ -49,6 +49,11 @@ class Safety:
             return "PYTEST_CURRENT_TEST" in os.environ
         return self._raise_errors
 
+    @property
+    def spoke(self) -> bool:
+        """Whether anything was said yet."""
+        return bool(self._said)
+
     def warn_once(self, key: Hashable, message: str) -> None:
         """Log a warning, the first time only for each ``key``."""
         if self._first(key):

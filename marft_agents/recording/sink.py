@@ -165,7 +165,7 @@ class Sink:
         """Why an event cannot be queued."""
         limit = self._capacity + (_RESERVE if new.border else 0)
         if self._closed:
-            return "is closed"
+            return "is closed (close it after the last episode; a new MarftRecorder goes on)"
         if len(self._queue) >= limit:
             return f"holds {limit} unwritten events"
         reserved = new.border and self._held_borders + new.size <= _RESERVE_BYTES

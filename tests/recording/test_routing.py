@@ -134,6 +134,8 @@ def test_other_routes_pass_untouched_and_are_said_once(
     assert [r.content for r in wire.requests] == [plain.requests[0].content] * 3
     assert not log.turns and not wire.others
     said = [record.getMessage() for record in caplog.records]
+    if why is None:
+        assert "recorded no model call" in said.pop()
     assert len(said) == (0 if why is None else 1)
     for message in said:
         assert str(why) in message and "'planner'" in message and f"/v1{route}" in message
