@@ -12,7 +12,7 @@ import gc
 import json
 from array import array
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +24,7 @@ from marft_agents.training.transcript import Line, transcript_lines
 
 _NO_LOGPROBS = "no log-probabilities were recorded"
 _FROM_TEXT = "its token ids were made from text"
+LIMITED = "sampled with top-p, top-k, min-p, penalties, a grammar, a search or barred tokens"
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def _made(data: TrainingSet, turn: Turn, k: int, text: TextRenderer | None) -> T
     number = len(data.episodes)
     reason = turn.untrainable_reason
     if reason is None:
+        data.notes.update(_unsaid(turn))
         return _row(turn, number, k)
     complete = turn.prompt_token_ids and turn.token_ids and turn.logprobs is not None
     if text is None or complete or turn.redacted:  # its text holds masks that nobody said
@@ -204,6 +206,14 @@ def _made(data: TrainingSet, turn: Turn, k: int, text: TextRenderer | None) -> T
         off_policy=why,
         from_text=rendered.from_text,
     )
+
+
+def _unsaid(turn: Turn) -> Iterator[str]:
+    """What the recorder could not learn of how the turn was sampled."""
+    said = {"temperature": turn.sampling.temperature, "top-p": turn.sampling.top_p}
+    if missing := " or ".join(name for name, value in said.items() if value is None):
+        cure = "serve with `marft-agents serve`, or set it in the app"
+        yield f"turns do not say their {missing}: taken as 1; {cure}"
 
 
 def _with_ids(turn: Turn, prompt_ids: list[int], token_ids: list[int]) -> Turn:
@@ -238,7 +248,7 @@ def _off_policy_reason(turn: Turn, temperature: float, truncated: bool) -> str |
     if turn.sampling.temperature is not None and turn.sampling.temperature <= 1e-5:
         return "sampled greedily"
     if truncated:
-        return "sampled with top-p, top-k, min-p or penalties"
+        return LIMITED
     if turn.logprob_mode != "processed" and temperature != 1:
         return f"{turn.logprob_mode or 'unknown'} log-probabilities at a temperature that is not 1"
     return None
@@ -260,7 +270,7 @@ def _incomparable_reason(turn: Turn, temperature: float, truncated: bool) -> str
     if turn.logprob_mode == "raw":
         return None
     if truncated:
-        return "sampled with top-p, top-k, min-p or penalties"
+        return LIMITED
     if turn.logprob_mode is None and temperature != 1:
         return "log-probability mode not recorded and temperature not 1"
     return None

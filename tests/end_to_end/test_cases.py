@@ -325,4 +325,4 @@ def test_case_20_a_full_disk_costs_events_and_says_so_and_the_app_goes_on(
     assert [turn.text for turn in read.turns] == ["one"] and reader.skipped_count == 0
     assert read.ended is not None and read.ended.dropped_events == 2
     data = read_training_set([read])
-    assert data.notes == {"episode with events that the recorder could not write": 1}
+    assert data.notes["episode with events that the recorder could not write"] == 1

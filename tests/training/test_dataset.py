@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from marft_agents.schema import Episode, EpisodeEnded, EpisodeStarted, RewardEvent, Sampling, Turn
-from marft_agents.training.dataset import TurnRow, read_training_set
+from marft_agents.training.dataset import LIMITED, TurnRow, read_training_set
 from marft_agents.training.packing import pack_turns
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -163,7 +163,7 @@ def test_turns_that_cannot_be_trained_stay_in_the_recursion() -> None:
         ({"sampling": Sampling(temperature=0.0)}, 1.0, None),
         ({"sampling": Sampling(temperature=0.5), "logprob_mode": "raw"}, 1.0, None),
         ({"sampling": Sampling(temperature=0.5, top_p=0.9), "logprob_mode": "raw"}, 1.0, None),
-        ({"sampling": Sampling(top_p=0.9)}, 1.0, "sampled with top-p, top-k, min-p or penalties"),
+        ({"sampling": Sampling(top_p=0.9)}, 1.0, LIMITED),
         (
             {"sampling": Sampling(temperature=0.5), "logprob_mode": None},
             0.5,
@@ -177,6 +177,25 @@ def test_where_recorded_logprobs_can_be_compared(
 ) -> None:
     row = only_row(turn(**fields))
     assert (row.compare_at, row.incomparable) == (compare_at, reason)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "missing"),
+    [
+        (Sampling(), "temperature or top-p"),
+        (Sampling(temperature=0.5), "top-p"),
+        (Sampling(top_p=1.0), "temperature"),
+        (Sampling(temperature=1.0, top_p=1.0), None),
+    ],
+)
+def test_settings_that_a_turn_does_not_say_are_counted_with_the_cure(
+    sampling: Sampling, missing: str | None
+) -> None:
+    turns = [turn(i, sampling=sampling) for i in range(3)]
+    (note,) = read_training_set([episode(*turns)]).notes.items() or [(None, 3)]
+    assert note[1] == 3
+    said = f"turns do not say their {missing}: taken as 1; serve with `marft-agents serve`"
+    assert note[0] is None if missing is None else str(note[0]).startswith(said)
 
 
 def test_greedy_and_unknown_temperatures_are_scored_at_one() -> None:

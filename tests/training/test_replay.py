@@ -14,7 +14,7 @@ from marft_agents.schema import Sampling
 from marft_agents.training._quiet import quiet
 from marft_agents.training.adapters import start_folder
 from marft_agents.training.config import MarftConfig
-from marft_agents.training.dataset import read_training_set
+from marft_agents.training.dataset import LIMITED, read_training_set
 from marft_agents.training.plan import NewAdapter
 from marft_agents.training.replay import Replay, Replayer, replay_lines
 from marft_agents.training.session import Session
@@ -164,7 +164,7 @@ def test_truncated_sampling_is_counted_not_checked(
     Team(tiny, tmp_path / "logs").write(6, sampling=Sampling(top_p=0.9))
     found = replay(tmp_path / "logs", registry, model_dir, tmp_path)
     assert found.checked == []
-    assert found.unchecked == {"sampled with top-p, top-k, min-p or penalties": 12}
+    assert found.unchecked == {LIMITED: 12}
     said: list[str] = []
     replay_lines(found, said.append)
     assert "WARNING: no turn could be replayed" in said[-1]
