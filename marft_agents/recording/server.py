@@ -106,7 +106,9 @@ def _judge(base_url: str, response: Any) -> Verdict:
     asked = f"GET {base_url}/models"
     retry_at = time.monotonic() + _RETRY_QUICK_S
     if response.status_code != 200:
-        return Verdict(False, f"{asked} answered {response.status_code}", retry_at)
+        short = response.status_code == 404 and not base_url.endswith("/v1")
+        hint = " (base_url of `marft-agents serve` ends in /v1)" if short else ""
+        return Verdict(False, f"{asked} answered {response.status_code}{hint}", retry_at)
     listing = mapping(response.json())
     data = mappings(listing.get("data"))
     if not data:

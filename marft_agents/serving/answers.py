@@ -50,13 +50,19 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", body)
 
 
+_WITHOUT_V1 = {"/chat/completions", "/completions", "/models", "/responses"}
+"""Where clients ask whose base_url is the server's address alone."""
+
+
 async def _answer_refusal(_: Request, error: Refusal) -> Response:
     return error.response()
 
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
+    path = request.url.path
+    hint = "; base_url of the app ends in /v1" if path in _WITHOUT_V1 else ""
     return Refusal(
-        error.status_code, f"{request.method} {request.url.path} is not served here"
+        error.status_code, f"{request.method} {path} is not served here{hint}"
     ).response()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 import pytest
 
 from marft_agents.errors import ConfigError
@@ -11,6 +12,7 @@ from marft_agents.recording import MarftRecorder
 from marft_agents.schema import EpisodeStarted
 from marft_agents.testing import InMemoryLog
 from tests.recording.kit import ask, recording, sdk
+from tests.recording.wire_kit import HTTP
 
 
 def test_nothing_was_wrapped(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,6 +67,21 @@ def test_closed_too_early_says_when_to_close(caplog: pytest.LogCaptureFixture) -
     _closed(MarftRecorder(log=InMemoryLog()), None)
     (said,) = (record.getMessage() for record in caplog.records)
     assert "is closed" in said and "after the last episode" in said
+
+
+def test_the_address_lacks_v1(caplog: pytest.LogCaptureFixture) -> None:
+    def nowhere(_: Any) -> Any:
+        return HTTP.Response(404, json={})
+
+    transport = HTTP.MockTransport(nowhere)
+    client = openai.OpenAI(
+        base_url="http://server", api_key="x", http_client=HTTP.Client(transport=transport)
+    )
+    recorder = MarftRecorder(log=InMemoryLog(), models="auto")
+    with client, recorder, recorder.episode(), pytest.raises(openai.NotFoundError):
+        recorder.attach_client(client, "planner")
+        ask(client, "gpt-4o")
+    assert "base_url of `marft-agents serve` ends in /v1" in caplog.text
 
 
 @pytest.mark.parametrize("models", ["automatic", ["planner"], 3])

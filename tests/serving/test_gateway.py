@@ -120,6 +120,13 @@ def test_no_other_route_exists(quiet_stage: Stage, method: str, path: str) -> No
     assert len(quiet_stage.engine.seen) == before
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/models", "/responses"])
+def test_an_address_without_v1_is_told_so(quiet_stage: Stage, path: str) -> None:
+    answer = quiet_stage.http.post(f"{quiet_stage.url}{path}", json={"model": "router"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("base_url of the app ends in /v1")
+
+
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_wrong_methods_are_refused(quiet_stage: Stage, method: str) -> None:
     answer = quiet_stage.http.request(method, f"{quiet_stage.url}/v1/chat/completions")
