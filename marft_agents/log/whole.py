@@ -61,9 +61,15 @@ def whole_folder(path: Path) -> Generator[Path]:
             if file.is_file():
                 _to_disk(file)
         names_to_disk(made)
-        if path.exists():
+        older = path.exists()
+        if older:
             path.rename(scratch / "old")
-        made.rename(path)
+        try:
+            made.rename(path)
+        except OSError:
+            if older:
+                (scratch / "old").rename(path)
+            raise
         names_to_disk(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -185,16 +185,30 @@ def test_nothing_is_replaced_unless_asked_to(
     output = tmp_path / "out"
     if FORMATS[format].folder:
         output.mkdir()
-        (output / "old").write_text("old")
+        (output / "old.arrow").write_text("old")
     else:
         output.write_text("old")
     with pytest.raises(LogError, match=r"out exists; .* --force"):
         export_log(reader, format, output)
-    assert (output / "old" if output.is_dir() else output).read_text() == "old"
+    assert (output / "old.arrow" if output.is_dir() else output).read_text() == "old"
     export_log(reader, format, output, force=True)
-    assert not (output / "old").exists()
+    assert not (output / "old.arrow").exists()
     with pytest.raises(LogError, match="holds the log itself"):
         export_log(reader, format, tmp_path / "logs", force=True)
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+@pytest.mark.parametrize("inside", ["thesis.txt", "photos/1.json"])
+def test_a_folder_that_is_no_export_is_never_replaced(
+    reader: LogReader, tmp_path: Path, format: str, inside: str
+) -> None:
+    precious = tmp_path / "home" / inside
+    precious.parent.mkdir(parents=True)
+    precious.write_text("mine")
+    with pytest.raises(LogError, match=r"home (is a folder|holds other things)"):
+        export_log(reader, format, tmp_path / "home", force=True)
+    assert precious.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "logs"]
 
 
 @pytest.mark.parametrize("folder", [True, False])

@@ -20,6 +20,9 @@ from marft_agents.log.reader import LogReader
 from marft_agents.log.whole import refuse_existing, whole_file, whole_folder
 from marft_agents.schema import Episode
 
+_DATASET = frozenset({".arrow", ".json"})
+"""Suffixes of what stands in a folder of ``datasets``."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -76,16 +79,18 @@ def export_log(reader: LogReader, format: str, output: Path, *, force: bool = Fa
 
     Raises:
         ConfigError: there is no such format.
-        LogError: ``output`` exists and ``force`` is not set, or the log cannot be read.
+        LogError: ``output`` exists and ``force`` is not set, or it is no export and cannot be
+            replaced, or the log cannot be read.
         MissingExtraError: a package that the format needs is not installed.
         OSError: the disk refused; there is no output then.
     """
     if format not in FORMATS:
         raise ConfigError(f"no format {format!r}; there are: {', '.join(FORMATS)}")
     _refuse_the_log(reader, output)
+    chosen, seen = FORMATS[format], _Counted(reader)
+    _refuse_another_kind(output, chosen)
     if not force:
         refuse_existing(output, "name another place, or pass --force to replace it")
-    chosen, seen = FORMATS[format], _Counted(reader)
     target: Any
     if chosen.folder:
         with whole_folder(output.absolute()) as target:
@@ -101,6 +106,18 @@ def _refuse_the_log(reader: LogReader, output: Path) -> None:
     for file in reader.files:
         if target == file.resolve() or target in file.resolve().parents:
             raise LogError(f"{output} holds the log itself ({file}); name another place")
+
+
+def _refuse_another_kind(output: Path, chosen: Format) -> None:
+    """Only what an export wrote is replaced, never a folder with other things in it."""
+    if not output.is_dir():
+        return
+    if not chosen.folder:
+        raise LogError(f"{output} is a folder; name a file, e.g. {output / 'export'}")
+    inside = list(output.iterdir())
+    foreign = [path.name for path in inside if path.suffix not in _DATASET or path.is_dir()]
+    if foreign:
+        raise LogError(f"{output} holds other things ({foreign[0]}); name another place")
 
 
 class _Counted:
