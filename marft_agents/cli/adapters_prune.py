@@ -59,7 +59,8 @@ def command(
     for version in going:
         say(f"{_name(version)} {'is deleted' if yes else 'would be deleted'}")
     done = "freed" if yes else "to free with --yes"
-    say(f"{len(going)} versions, {size_text(sum(v.size for v in going))} {done}")
+    count = f"{len(going)} version{'' if len(going) == 1 else 's'}"
+    say(f"{count}, {size_text(sum(v.size for v in going))} {done}")
 
 
 def _name(version: Version) -> str:

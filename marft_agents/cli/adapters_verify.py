@@ -37,7 +37,8 @@ def command(what: str | None, adapters: Path, model: str | None) -> int:
         for line in check_version(registry, agent, version, base):
             found += 1
             say(" ".join(line.split()))
-    say(f"{found or 'no'} finding{'' if found == 1 else 's'} in {len(versions)} versions")
+    many = "" if len(versions) == 1 else "s"
+    say(f"{found or 'no'} finding{'' if found == 1 else 's'} in {len(versions)} version{many}")
     return 1 if found else 0
 
 

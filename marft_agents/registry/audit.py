@@ -115,8 +115,9 @@ def in_use(entries: Iterable[Mapping[str, Any]]) -> list[int]:
             continue
         if action == "publish":
             # Lines without "current" are of an earlier format; an agent's first one came in use.
-            if entry.get("current", None if out else version) == version:
-                out.append(version)
+            current = entry.get("current", None if out else version)
+            if isinstance(current, int) and current not in out[-1:]:
+                out.append(current)
         elif action == "rollback" and version in out:
             while out[-1] != version:
                 out.pop()

@@ -284,7 +284,7 @@ def test_prune_with_a_server_of_another_folder(adapters: Program, house: House) 
 
 def test_verify(adapters: Program, house: House) -> None:
     assert adapters("verify") == "no findings in 5 versions\n"
-    assert adapters("verify", "--model", house.base_dir, "router@v2").endswith("in 1 versions\n")
+    assert adapters("verify", "--model", house.base_dir, "router@v2").endswith("in 1 version\n")
     weights = house.registry.path("router", 3) / "adapter_model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-8])

@@ -155,6 +155,32 @@ def test_a_kill_at_any_step_of_a_move(
     assert not [p.name for p in (registry.root / "router").iterdir() if p.name[0] == "."]
 
 
+@pytest.mark.parametrize("step", ["os.rename", "durable.create_file", "durable.append_line"])
+def test_a_kill_at_any_step_of_the_first_publication(
+    registry: Registry, tmp_path: Path, step: str
+) -> None:
+    base, staged = registry.manifest("router", 1).base, tmp_path / "staged"
+    code = f"""
+        import os, signal, sys
+        from pathlib import Path
+        from marft_agents.registry import Registry, durable
+        from marft_agents.schema import BaseModelInfo
+        def die(*a, **k):
+            os.kill(os.getpid(), signal.SIGKILL)
+        {step} = die
+        base = BaseModelInfo.model_validate_json(sys.argv[3])
+        Registry(sys.argv[1]).publish("router", Path(sys.argv[2]), base=base, parent=None)
+    """
+    fresh = Registry(tmp_path / "fresh")
+    assert killed(code, fresh.root, staged, base.model_dump_json())
+    fresh.publish("router", staged, base=base, parent=None)
+    latest = fresh.publish("router", staged, base=base, parent=None).version
+    fresh.promote("router", latest, by="x", evidence={})
+    first = "found" if step == "durable.append_line" else "publish"
+    assert moves(fresh) == [(first, 1), ("promote", latest)]
+    assert fresh.rollback("router") == 1
+
+
 def test_a_torn_line_of_a_killed_move_is_written_again(registry: Registry) -> None:
     registry.promote("router", 2, by="me", evidence={})
     trail = registry.root / "audit.jsonl"
