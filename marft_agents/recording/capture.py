@@ -7,6 +7,7 @@ client, whoever asks for it, and taken off by the last one.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -162,7 +163,15 @@ class Hook:
         return response
 
 
+def _fresh_lock() -> None:
+    """The lock may have been held by a thread that a forked child does not have."""
+    global _lock
+    _lock = threading.Lock()
+
+
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_lock)
 _TAG = f'"{TAG}'.encode()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from marft_agents.log import LogReader
-from marft_agents.recording import MarftRecorder
+from marft_agents.recording import MarftRecorder, capture
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import HumanEvent
@@ -166,7 +166,7 @@ def test_a_fork_while_another_thread_is_inside_the_recorder() -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with sink._changed, safety._lock:  # pyright: ignore[reportPrivateUsage] the case at hand
+        with sink._changed, safety._lock, capture._lock:  # pyright: ignore[reportPrivateUsage]
             held.set()
             go_on.wait()
 
@@ -180,6 +180,8 @@ def test_a_fork_while_another_thread_is_inside_the_recorder() -> None:
         try:
             sink.put(HumanEvent(episode_id="child"))
             safety.warn_once("key", "said")
+            with capture._lock:  # pyright: ignore[reportPrivateUsage] the case at hand
+                pass
             failed = not sink.close(5) or [e.episode_id for e in log.events] != ["child"]
         finally:
             os._exit(int(failed))

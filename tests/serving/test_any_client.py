@@ -169,7 +169,9 @@ def test_the_ids_are_those_of_the_text(
 
 def _comparable(turn: Turn) -> dict[str, Any]:
     own = {"time", "turn_id", "episode_id", "latency_s", "response_id"}
-    return {k: v for k, v in turn.model_dump().items() if k not in own}
+    fields = {k: v for k, v in turn.model_dump().items() if k not in own}
+    # Two runs of one prompt differ in the last digits, by how the batch of each was made up.
+    return fields | {"logprobs": pytest.approx(turn.logprobs, abs=1e-4)}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -191,7 +193,7 @@ def test_the_turn_is_the_one_that_the_recorder_in_the_app_writes(
                 list(reply)
     (in_app,) = next(LogReader(tmp_path).episodes()).turns
     (by_url,) = served.episode(name).turns
-    assert _comparable(by_url) == _comparable(in_app)
+    assert by_url.model_dump() == by_url.model_dump() | _comparable(in_app)
 
 
 def test_an_app_that_records_itself_is_not_recorded_again(served: Served, tmp_path: Path) -> None:
