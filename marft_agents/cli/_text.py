@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import click
 
 _KEPT = "\n\t"
+_TURNS_AROUND = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+"""Characters that let a text be shown in another order than it is written."""
 
 
 def say(text: str) -> None:
@@ -23,17 +25,18 @@ def say(text: str) -> None:
 
 def printable(text: str) -> str:
     """``text`` with control characters and lone surrogates escaped."""
-    return "".join(
-        c if c in _KEPT or unicodedata.category(c) not in ("Cc", "Cs") else repr(c)[1:-1]
-        for c in text
-    )
+    return "".join(c if c in _KEPT or _is_plain(c) else ascii(c)[1:-1] for c in text)
+
+
+def _is_plain(char: str) -> bool:
+    return unicodedata.category(char) not in ("Cc", "Cs") and char not in _TURNS_AROUND
 
 
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()
 ) -> list[str]:
     """Rows under their header, two spaces apart; the columns in ``right`` end together."""
-    lines = [header, *rows]
+    lines = [[printable(cell).replace("\n", "\\n") for cell in line] for line in (header, *rows)]
     widths = [max(len(line[c]) for line in lines) for c in range(len(header))]
     return [
         "  ".join(

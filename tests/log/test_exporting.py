@@ -230,6 +230,21 @@ def test_a_failure_leaves_what_was_there(
     assert folder or output.read_text() == "old"
 
 
+def test_a_full_disk_is_named_by_the_disk(
+    reader: LogReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(episodes: Any) -> Iterator[Any]:
+        raise OSError(28, "No space left on device")
+        yield
+
+    monkeypatch.setattr("marft_agents.log.exporting.tables.turn_rows", full)
+    for format in ("hf", "parquet"):
+        with pytest.raises(OSError, match="No space left") as caught:
+            export_log(reader, format, tmp_path / "out")
+        assert type(caught.value) is OSError
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
 def test_mistakes(reader: LogReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no format 'csv'; there are: hf, parquet"):
         export_log(reader, "csv", tmp_path / "x")

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from marft_agents.errors import MissingExtraError
+from marft_agents.errors import MarftError, MissingExtraError
 from marft_agents.log.exporting.rows import (
     BOOL,
     COLUMNS,
@@ -59,6 +59,7 @@ def write_dataset(episodes: Iterable[Episode], folder: Path) -> int:
     try:
         import datasets
         import pyarrow as pa
+        from datasets.exceptions import DatasetGenerationError
     except ImportError as error:
         raise MissingExtraError("train", needed_for="the hf export (datasets)") from error
 
@@ -76,9 +77,21 @@ def write_dataset(episodes: Iterable[Episode], folder: Path) -> int:
             )
             made.save_to_disk(str(folder))
             return len(made)
+    except DatasetGenerationError as error:
+        raise _why(error) from error  # a full disk, or what a reader says of the log
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def _why(error: BaseException) -> BaseException:
+    """The error of the disk or the log behind one of ``datasets``, which names neither."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError | MarftError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def _schema(pa: Any) -> Any:
