@@ -40,8 +40,12 @@ class StreamReader:
 
     def _dispatch(self, *, cut: bool = False) -> None:
         event, self._event = self._event, []
-        data = b"\n".join([line.data or b"" for line in event]).strip()
-        if not data or self._done:
+        if self._done or not event:
+            return
+        data = (event[0].data or b"").strip()
+        if len(event) > 1:
+            data = b"\n".join([line.data or b"" for line in event]).strip()
+        if not data:
             return
         if data.startswith(b"[DONE]"):
             self._done = True

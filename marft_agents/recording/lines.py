@@ -46,7 +46,7 @@ class Line:
     def value(self) -> Any:
         """What the data is, read as JSON, else ``NO_JSON``."""
         if self._value is _UNREAD:
-            self._value = parsed((self.data or b"").strip())
+            self._value = parsed(self.data or b"")
         return self._value
 
 
@@ -56,6 +56,9 @@ def parsed(data: bytes) -> Any:
         return parse_json(data)
     except ValueError:
         return NO_JSON
+
+
+_BLANK = {end: Line(end) for end in (b"\n", b"\r\n", b"\r")}
 
 
 class Lines:
@@ -90,6 +93,6 @@ class Lines:
 
     def _begin(self, texts: list[bytes]) -> list[Line]:
         if self._begun or not texts[0].startswith(_BOM):
-            return [Line(text) for text in texts]
+            return [_BLANK.get(text) or Line(text) for text in texts]
         first = texts[0].removeprefix(_BOM)
         return [Line(_BOM, silent=True), *(Line(text) for text in [first, *texts[1:]])]

@@ -69,26 +69,24 @@ class Restorer:
         return self.lines(rest) + self._release(b"")
 
     def _line(self, line: Line) -> bytes:
-        if line.silent and self._held:
-            self._held.append(line)
-            return b""
-        if line.silent:
-            return b"" if self._line_dropped else line.text
-        self._line_dropped = False
-        if line.data is None or line.data.startswith(_DONE) or self._mark not in line.text:
+        data = line.data
+        if data is None or data.startswith(_DONE) or self._mark not in line.text:
             return self._other(line)
         value = line.value
-        if value is NO_JSON or self._held:
+        if self._held or value is NO_JSON:
             self._held.append(line)
             return b""
-        text = self._text(line.data, value)
+        text = self._text(data, value)
         self._dropped = self._line_dropped = not text
-        if not text or text is line.data:
+        if not text or text is data:
             return line.text if text else b""
-        return line.text[: line.at] + text + line.text[line.at + len(line.data) :]
+        return line.text[: line.at] + text + line.text[line.at + len(data) :]
 
     def _other(self, line: Line) -> bytes:
         """A line without data, or without any that concerns us."""
+        if line.silent and not self._held:
+            return b"" if self._line_dropped else line.text
+        self._line_dropped = False
         if self._held and not line.blank:
             self._held.append(line)
             return b""
