@@ -9,7 +9,7 @@ from tests.runtimes.guide import run_guide
 
 def test_the_guide(tmp_path: Path) -> None:
     names = ["coder", "critic", "planner"]
-    episodes = run_guide("ag2", tmp_path, models=(*names, "base"))
+    episodes = run_guide("ag2", tmp_path)
     assert len(episodes) == 3
     for episode in episodes:
         assert [t.agent for t in episode.turns] == names

@@ -8,7 +8,7 @@ from tests.runtimes.guide import run_guide
 
 
 def test_the_guide(tmp_path: Path) -> None:
-    episodes = run_guide("agent-framework", tmp_path, models=("planner", "coder", "base"))
+    episodes = run_guide("agent-framework", tmp_path)
     assert len(episodes) == 3
     for episode in episodes:
         assert [t.agent for t in episode.turns] == ["planner", "coder"] * 2

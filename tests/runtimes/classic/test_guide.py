@@ -15,4 +15,4 @@ def test_the_guide_records_what_it_says(tmp_path: Path) -> None:
         assert kinds == {"act", "select"} and episode.team_reward == 0.5
         assert all(t.trainable for t in episode.turns if t.kind == "act")
         assert {t.agent for t in episode.turns if t.kind == "act"} <= {"planner", "coder"}
-        assert episode.ended is not None and episode.ended.reason == "truncated"
+        assert episode.ended is not None and episode.ended.reason == "terminated"

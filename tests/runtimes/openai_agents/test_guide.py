@@ -10,9 +10,7 @@ from tests.runtimes.openai_agents.kit import calls_once
 
 def test_the_guide(tmp_path: Path) -> None:
     script = calls_once({"planner": ("transfer_to_coder", {})})
-    episodes = run_guide(
-        "openai-agents", tmp_path, script=script, models=("planner", "coder", "base")
-    )
+    episodes = run_guide("openai-agents", tmp_path, script=script)
     assert len(episodes) == 3
     for episode in episodes:
         assert [t.agent for t in episode.turns] == ["planner", "coder"]
