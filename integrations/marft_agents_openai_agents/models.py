@@ -112,6 +112,7 @@ class _Seen:
 
     def __init__(self, run: Run, call: Call, model: Any, sent: tuple[Any, Any, Any]) -> None:
         self._run, self._call, self._model = run, call, model
+        self._captured = _asks_by_chat(model)
         self._system, self._items, settings = sent
         self._quiet = not asked_for_logprobs(settings)
 
@@ -152,14 +153,25 @@ class _Seen:
             return
         with run.safety.guard("record a model call"):
             output = getattr(response, "output", None) or ()
-            made = None if call.exchanges else unseen(self._system, self._items, output)
+            cached = self._captured and error is None
+            made = None
+            if not call.exchanges:
+                made = unseen(self._system, self._items, output, cached=cached)
             call.finish(error, made)
             run.turns += call.turn_ids
             run.calls = function_calls(output)
             if made is not None and response is not None:
-                self._say_uncaptured()
+                self._say_cached() if made.cached else self._say_uncaptured()
             elif run.calls:
                 self._say_strict()
+
+    def _say_cached(self) -> None:
+        self._run.safety.warn_once(
+            ("cached", self._run.agent),
+            f"marft-agents: agent {self._run.agent!r} was answered without a request to its server;"
+            " such turns are logged as cached and never trained on; record without the cache to"
+            " have every turn",
+        )
 
     def _say_uncaptured(self) -> None:
         kind = type(self._model)
@@ -189,6 +201,14 @@ class _Seen:
                 " not trained on; use function_tool(strict_mode=False), and set"
                 " strict_json_schema = False on a handoff(...) or an agent.as_tool(...)",
             )
+
+
+def _asks_by_chat(model: Any, depth: int = 0) -> bool:
+    """Whether a model of chat completions is behind it: then no request means a kept reply."""
+    inner = [v for v in list(getattr(model, "__dict__", {}).values()) if isinstance(v, Model)]
+    return isinstance(model, OpenAIChatCompletionsModel) or (
+        depth < 3 and any(_asks_by_chat(value, depth + 1) for value in inner)
+    )
 
 
 def sdk_clients(model: Any, depth: int = 0) -> Iterator[Any]:

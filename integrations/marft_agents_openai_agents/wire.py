@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from marft_agents.recording import Unseen, jsonable
 
 
-def unseen(system: Any, items: Any, output: Sequence[Any] | None) -> Unseen:
+def unseen(
+    system: Any, items: Any, output: Sequence[Any] | None, *, cached: bool = False
+) -> Unseen:
     """A call without a recorded HTTP request, as far as the SDK's objects tell."""
     messages = list(_messages(system, items))
     texts: list[str] = []
@@ -23,7 +25,7 @@ def unseen(system: Any, items: Any, output: Sequence[Any] | None) -> Unseen:
             texts.append(_text(item.get("content")))
         elif item.get("type") == "function_call":
             calls.append(_call(item))
-    return Unseen(messages, "".join(texts) if texts else None, calls or None)
+    return Unseen(messages, "".join(texts) if texts else None, calls or None, cached=cached)
 
 
 def last_words(task: Any) -> str | None:
