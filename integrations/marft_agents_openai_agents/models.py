@@ -18,7 +18,6 @@ from agents import Model, ModelProvider, OpenAIChatCompletionsModel, OpenAIRespo
 
 from marft_agents.recording import Call
 from marft_agents_openai_agents.doors import DOORS
-from marft_agents_openai_agents.quiet import asked_for_logprobs, quieten
 from marft_agents_openai_agents.runs import RUN, Run
 from marft_agents_openai_agents.wire import function_calls, unseen
 
@@ -66,7 +65,6 @@ def _response(reference: weakref.ref[Model], original: Any) -> Any:
             seen.finish(error=error)
             raise
         seen.finish(response)
-        seen.quieten(response)
         return response
 
     return get_response
@@ -89,8 +87,6 @@ def _stream(reference: weakref.ref[Model], original: Any) -> Any:
                     break
                 if seen is not None and getattr(event, "type", None) == "response.completed":
                     seen.finish(event.response)
-                if seen is not None:
-                    seen.quieten(event)
                 yield event
         except GeneratorExit:
             raise
@@ -110,11 +106,10 @@ def _stream(reference: weakref.ref[Model], original: Any) -> Any:
 class _Seen:
     """A model call of a recorded run."""
 
-    def __init__(self, run: Run, call: Call, model: Any, sent: tuple[Any, Any, Any]) -> None:
+    def __init__(self, run: Run, call: Call, model: Any, sent: tuple[Any, Any]) -> None:
         self._run, self._call, self._model = run, call, model
         self._captured = _asks_by_chat(model)
-        self._system, self._items, settings = sent
-        self._quiet = not asked_for_logprobs(settings)
+        self._system, self._items = sent
 
     @staticmethod
     def begin(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Seen | None:
@@ -125,10 +120,10 @@ class _Seen:
         def begin() -> _Seen:
             for client in sdk_clients(model):
                 run.binding.recorder.capture(client)
-            names = ("system_instructions", "input", "model_settings")
+            names = ("system_instructions", "input")
             given = dict(zip(names, args, strict=False)) | kwargs
-            system, items, settings = (given.get(name) for name in names)
-            return _Seen(run, run.begin_call(), model, (system, items, settings))
+            system, items = (given.get(name) for name in names)
+            return _Seen(run, run.begin_call(), model, (system, items))
 
         return run.safety.attempt("begin a model call", begin)
 
@@ -140,12 +135,6 @@ class _Seen:
                 yield
         finally:
             _CALLING.reset(token)
-
-    def quieten(self, thing: Any) -> None:
-        """Give the app what it would get without recording."""
-        if self._quiet:
-            with self._run.safety.guard("take out log-probabilities"):
-                quieten(thing)
 
     def finish(self, response: Any = None, error: BaseException | None = None) -> None:
         call, run = self._call, self._run
