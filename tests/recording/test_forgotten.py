@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -88,6 +89,13 @@ def test_the_address_lacks_v1(caplog: pytest.LogCaptureFixture) -> None:
 def test_models_of_another_kind(models: Any) -> None:
     with pytest.raises(ConfigError, match="'auto' or a mapping from agent to model name"):
         MarftRecorder(log=InMemoryLog(), models=models)
+
+
+def test_a_file_is_no_log_folder(tmp_path: Path) -> None:
+    (file := tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"log_dir is a folder, and '.*jsonl' is a file"):
+        MarftRecorder(file)
+    MarftRecorder(file, enabled=False).close()
 
 
 class _Binding:
