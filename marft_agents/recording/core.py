@@ -18,6 +18,9 @@ from marft_agents.recording.server import KnownServers
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import Event
 
+_REMEMBERED = 100_000
+"""Ids of episodes that are looked at for a second use."""
+
 Inject = Literal["auto", "always", "never"]
 Models = Mapping[str, str] | Literal["auto"]
 
@@ -56,11 +59,25 @@ class Core:
     enabled: bool = True
     attached: bool = False
     runtimes: set[str] = field(default_factory=set[str])
+    _given: dict[str, None] = field(default_factory=dict[str, None])
 
     @property
     def asks_servers(self) -> bool:
         """Whether to know a server's models before the first call goes there."""
         return self.inject == "auto" or self.models == "auto"
+
+    def given_id(self, name: str) -> None:
+        """The app names an episode itself; a name that it has used before is said once."""
+        if name in self._given:
+            self.safety.warn_once(
+                "same id",
+                f"marft-agents: a second episode was given the id {name[:100]!r}; the log holds"
+                " both as one, and the latest reward counts for all of it; give each run an id of"
+                " its own, or put what they have in common into metadata",
+            )
+        self._given[name] = None
+        if len(self._given) > _REMEMBERED:
+            del self._given[next(iter(self._given))]
 
     def emit(self, event: Event) -> None:
         self.sink.put(event)

@@ -15,13 +15,14 @@ from typing import Any
 
 from marft_agents.recording.clean import jsonable
 from marft_agents.recording.core import Core
+from marft_agents.schema import JsonDict
 
 
 @dataclass(eq=False)
 class _Defaults:
     core: Core
     task: Any
-    metadata: Mapping[Any, Any]
+    metadata: JsonDict
     episode_ids: list[str] = field(default_factory=list[str])
 
 
@@ -42,9 +43,7 @@ def episode_defaults(
             _DEFAULTS.reset(token)
 
 
-def filled(
-    core: Core, episode_id: str, task: Any, metadata: Mapping[Any, Any]
-) -> tuple[Any, Mapping[Any, Any]]:
+def filled(core: Core, episode_id: str, task: Any, metadata: JsonDict) -> tuple[Any, JsonDict]:
     """Task and metadata of an episode that starts now; inner defaults win over outer ones."""
     for entry in reversed(_DEFAULTS.get()):
         if entry.core is core:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from marft_agents.recording.clean import as_text, jsonable, without_secrets
 from marft_agents.recording.core import Core
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 _EPISODES: ContextVar[tuple[LiveEpisode, ...]] = ContextVar("marft_episodes", default=())
 
 
-def _mapping(metadata: Any) -> Mapping[Any, Any]:
+def _mapping(metadata: Any) -> JsonDict:
     """Metadata of any kind as a mapping; an app that passes a bare value keeps it."""
-    if isinstance(metadata, Mapping):
-        return metadata  # pyright: ignore[reportUnknownVariableType] the app's own keys and values
-    return {} if metadata is None else {"value": metadata}
+    plain = jsonable(metadata)
+    if isinstance(plain, dict):
+        return cast("JsonDict", plain)
+    return {} if plain is None else {"value": plain}
 
 
 class LiveEpisode:
@@ -81,7 +82,7 @@ class LiveEpisode:
                 time=self.core.clock(),
                 episode_id=self.id,
                 task=without_payloads(without_secrets(jsonable(task))),
-                metadata=without_payloads(without_secrets(jsonable(given))),
+                metadata=without_payloads(without_secrets(given)),
                 runtime=runtime,
                 parent_id=self.parent_id,
             )

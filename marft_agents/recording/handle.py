@@ -87,6 +87,8 @@ class EpisodeContext:
         parent = current_episode(core)
         given = "" if self._id is None else as_text(self._id)
         name = given.encode("utf-8", "backslashreplace").decode() or core.new_id()
+        if given and core.enabled:
+            core.given_id(name)
         self._live = LiveEpisode(core, name, parent.id if parent else None)
         if parent is not None:
             parent.has_inner = True

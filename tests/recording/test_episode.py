@@ -91,6 +91,13 @@ class Unreadable:
     __repr__ = __str__
 
 
+class UnreadableMapping(dict[str, int]):
+    def items(self) -> Any:
+        raise RuntimeError("no items of mine")
+
+    __iter__ = items
+
+
 def test_objects_that_cannot_be_read_lose_nothing(caplog: pytest.LogCaptureFixture) -> None:
     log, odd = InMemoryLog(), Unreadable()
     nothing: Any = odd
@@ -101,15 +108,29 @@ def test_objects_that_cannot_be_read_lose_nothing(caplog: pytest.LogCaptureFixtu
             recorder.reward("other", 10**5000)
             episode.edit("turn", nothing, editor=nothing)
             episode.end("failed", nothing)
-        with recorder.episode(id="x" * 20_000) as long:
+        with recorder.episode(id="x" * 20_000, metadata=UnreadableMapping(a=1)) as long:
             long.edit("turn", "y" * 20_000)
     assert [e.task for e in log.of(EpisodeStarted)] == ["<Unreadable>", None]
+    assert [list(e.metadata) for e in log.of(EpisodeStarted)] == [["value"], ["value"]]
     assert _ended(log) == [("failed", "<Unreadable>"), ("terminated", None)]
     assert [r.value for r in log.of(RewardEvent)] == [None, 1.0, None]
     assert "cannot be read" in str(log.of(RewardEvent)[0].refused)
     assert [len(e.text) for e in log.of(EditEvent)] == [12, 20_000]
     assert log.of(EditEvent)[1].episode_id == long.id
-    assert [r.levelname for r in caplog.records] == ["WARNING"], "the refused reward, once"
+    assert "ERROR" not in {r.levelname for r in caplog.records}
+
+
+def test_an_id_that_is_used_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with MarftRecorder(log=InMemoryLog()) as recorder:
+        for name in ("task-1", "task-2", None, "", None, ""):
+            with recorder.episode(id=name):
+                pass
+        assert "was given the id" not in caplog.text
+        for name in ("task-1", "task-2"):
+            with recorder.episode(id=name):
+                pass
+    assert [r.args for r in caplog.records if "was given the id 'task-1'" in r.getMessage()]
+    assert "was given the id 'task-2'" not in caplog.text
 
 
 def test_names_too_long_for_a_header_are_left_out_of_the_request() -> None:
