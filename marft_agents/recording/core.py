@@ -59,7 +59,7 @@ class Core:
     enabled: bool = True
     attached: bool = False
     runtimes: set[str] = field(default_factory=set[str])
-    _given: dict[str, None] = field(default_factory=dict[str, None])
+    _given: set[str] = field(default_factory=set[str])
 
     @property
     def asks_servers(self) -> bool:
@@ -75,9 +75,9 @@ class Core:
                 " both as one, and the latest reward counts for all of it; give each run an id of"
                 " its own, or put what they have in common into metadata",
             )
-        self._given[name] = None
-        if len(self._given) > _REMEMBERED:
-            del self._given[next(iter(self._given))]
+        if len(self._given) >= _REMEMBERED:
+            self._given.clear()
+        self._given.add(name)
 
     def emit(self, event: Event) -> None:
         self.sink.put(event)
