@@ -20,24 +20,28 @@ LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 MODELS = {"object": "list", "data": [{"id": "agent", "object": "model", "owned_by": "vllm"}]}
 
 
-def _logprobs(begin: int, end: int) -> dict[str, Any]:
+def _json(value: Any) -> bytes:
+    """As vLLM writes it."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _logprobs(tokens: int) -> dict[str, Any]:
     item = {"token": "word", "logprob": -0.25, "bytes": None, "top_logprobs": []}
-    return {"content": [item] * (end - begin)}
+    return {"content": [item] * tokens}
 
 
 def _whole(ids: bool) -> bytes:
     choice: dict[str, Any] = {
         "index": 0,
         "message": {"role": "assistant", "content": TEXT},
+        "logprobs": _logprobs(TOKENS) if ids else None,
         "finish_reason": "stop",
+        "token_ids": list(range(1000, 1000 + TOKENS)) if ids else None,
     }
     body = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "agent"}
     usage = {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS}
-    extra: dict[str, Any] = {}
-    if ids:
-        choice |= {"logprobs": _logprobs(0, TOKENS), "token_ids": list(range(1000, 1000 + TOKENS))}
-        extra = {"prompt_token_ids": list(range(PROMPT))}
-    return json.dumps({**body, "choices": [choice], "usage": usage, **extra}).encode()
+    prompt = {"prompt_token_ids": list(range(PROMPT)) if ids else None}
+    return _json({**body, "choices": [choice], "usage": usage, **prompt})
 
 
 def _streamed(ids: bool) -> bytes:
@@ -50,13 +54,14 @@ def _streamed(ids: bool) -> bytes:
         choice: dict[str, Any] = {
             "index": 0,
             "delta": delta,
+            "logprobs": _logprobs(1) if ids else None,
             "finish_reason": "stop" if last else None,
+            "token_ids": [1000 + i] if ids else None,
         }
         chunk: dict[str, Any] = {**head, "choices": [choice]}
-        if ids:
-            choice |= {"logprobs": _logprobs(0, 1), "token_ids": [1000 + i]}
-            chunk |= {"prompt_token_ids": list(range(PROMPT))} if i == 0 else {}
-        out.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        if i == 0:
+            chunk["prompt_token_ids"] = list(range(PROMPT)) if ids else None
+        out.append(b"data: " + _json(chunk) + b"\n\n")
     return b"".join(out) + b"data: [DONE]\n\n"
 
 
@@ -73,7 +78,7 @@ ANSWERS = {
     for stream in (False, True)
     for ids in (False, True)
 }
-LISTING = _http(json.dumps(MODELS).encode(), "application/json")
+LISTING = _http(_json(MODELS), "application/json")
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,7 +6,9 @@ remembered for the error message and never disturbs another.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
@@ -36,22 +38,32 @@ def find_integration(obj: Any) -> Integration:
         IntegrationError: no installed integration knows it.
     """
     broken: list[str] = []
-    names: list[str] = []
+    for again in (False, True):
+        broken.clear()
+        found = _matching(obj, broken, again)
+        if found is not None:
+            return found
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    supported = ", ".join(point.name for point in installed()) or "none installed"
+    hint = f"; broken integrations: {', '.join(broken)}" if broken else ""
+    raise IntegrationError(
+        f"cannot record an object of type {kind}; supported runtimes: {supported}{hint}."
+        " For code on the openai SDK use recorder.attach_client(client, agent=...)"
+    )
+
+
+def _matching(obj: Any, broken: list[str], again: bool) -> Integration | None:
+    """``again``: something may have been installed since the process began."""
+    if again:
+        _points.cache_clear()
     for point in installed():
-        names.append(point.name)
         try:
             module = cast("Integration", point.load())
             if module.matches(obj):
                 return module
         except Exception as error:
             broken.append(f"{point.name} ({type(error).__name__}: {error})")
-    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
-    supported = ", ".join(names) or "none installed"
-    hint = f"; broken integrations: {', '.join(broken)}" if broken else ""
-    raise IntegrationError(
-        f"cannot record an object of type {kind}; supported runtimes: {supported}{hint}."
-        " For code on the openai SDK use recorder.attach_client(client, agent=...)"
-    )
+    return None
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -73,6 +85,12 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def installed() -> list[EntryPoint]:
+def installed() -> tuple[EntryPoint, ...]:
     """Entry points of the group, in a fixed order."""
-    return sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return _points(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=4)
+def _points(_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Looking through all that is installed takes milliseconds, and apps wrap a team a task."""
+    return tuple(sorted(entry_points(group=GROUP), key=lambda point: point.name))
