@@ -83,7 +83,9 @@ def test_what_was_given_is_a_copy_without_secrets() -> None:
         metadata["tags"].append("changed later")
         with recorder.episode():
             pass
-    assert [given for _, _, given in _started(log)] == [{"tags": ["a"], "api_key": "[redacted:api-key]"}]
+    assert [given for _, _, given in _started(log)] == [
+        {"tags": ["a"], "api_key": "[redacted:api-key]"}
+    ]
 
 
 async def test_tasks_and_threads_that_inherit_the_context_are_inside() -> None:

@@ -99,7 +99,9 @@ def test_what_the_manifest_says_besides_is_there_and_stays_in_its_cell() -> None
 
 
 def test_logs_are_iteration_0() -> None:
-    facts = section(card(training=TRAINING | {"iteration": 0, "logs": ["logs/a.jsonl"]}), "Training")
+    facts = section(
+        card(training=TRAINING | {"iteration": 0, "logs": ["logs/a.jsonl"]}), "Training"
+    )
     assert facts["iteration"] == ["0: the stage on logs"] and facts["logs"] == ["logs/a.jsonl"]
 
 
