@@ -1,6 +1,6 @@
 """What recording adds to a model call, beside MLflow's autologging and OpenTelemetry's.
 
-    python -m benchmarks.recorder.latency [--chats 60] [--repeats 5]
+    python -m benchmarks.recorder.latency [--chats 60] [--repeats 5] [--delay 20]
 
 Invariant: every measurement is a process of its own on the same scripted server; tools take turns,
 in an order that moves on with each repeat. What a tool adds is its repeat's figure minus that of
@@ -24,16 +24,15 @@ from benchmarks.stats import median
 from tools.runtimes import environment
 
 RESULTS = Path("benchmarks/recorder/results/latency.jsonl")
-KEY = ("tool", "stream", "repeat", "chats")
+KEY = ("tool", "stream", "repeat", "chats", "delay_ms")
 TOOLS = ("plain", "marft-agents", "mlflow", "opentelemetry")
 
 
 @contextmanager
-def server() -> Generator[str]:
+def server(delay_ms: int) -> Generator[str]:
     """The scripted server in a process of its own; yields its base URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.recorder.server"], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.recorder.server", str(delay_ms)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
@@ -61,16 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chats", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--delay", type=int, default=20, help="milliseconds before each answer")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     python, results = environment("bench-recorder"), Results(options.out, KEY)
-    with server() as url:
+    with server(options.delay) as url:
         for repeat in range(options.repeats):
             for stream in (False, True):
                 turn = repeat % len(TOOLS)
                 for tool in TOOLS[turn:] + TOOLS[:turn]:
                     key = {"tool": tool, "stream": stream, "repeat": repeat}
-                    key["chats"] = options.chats
+                    key |= {"chats": options.chats, "delay_ms": options.delay}
                     if results.has(key):
                         continue
                     record = measure(python, tool, url, options.chats, stream=stream)

@@ -1,9 +1,10 @@
 """A model server that costs next to nothing: the same answer every time, connections kept open.
 
-    python -m benchmarks.recorder.server
+    python -m benchmarks.recorder.server [DELAY_MS]
 
 Invariant: it runs in a process of its own, so that what it costs is not the application's; it
-answers in the shape of vLLM, with ids and log-probabilities where they are asked for.
+answers in the shape of vLLM, with ids and log-probabilities where they are asked for, and after
+the same delay each time, as if a model had thought.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from typing import Any
 
 PROMPT, TOKENS = 512, 64
 """Ids of the prompt and of the reply, where they are asked for."""
 TEXT = " ".join(f"word{i}" for i in range(TOKENS))
+DELAY_S = float(sys.argv[1]) / 1e3 if __name__ == "__main__" and len(sys.argv) > 1 else 0.0
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 MODELS = {"object": "list", "data": [{"id": "agent", "object": "model", "owned_by": "vllm"}]}
 
@@ -90,6 +93,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 continue
             found = LENGTH.search(head)
             body = json.loads(await reader.readexactly(int(found[1]) if found else 0))
+            await asyncio.sleep(DELAY_S)
             key = (bool(body.get("stream")), bool(body.get("return_token_ids")))
             writer.write(ANSWERS[key])
             await writer.drain()
