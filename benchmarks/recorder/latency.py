@@ -29,7 +29,7 @@ TOOLS = ("plain", "marft-agents", "mlflow", "opentelemetry")
 
 
 @contextmanager
-def server(delay_ms: int) -> Generator[str]:
+def server(delay_ms: int = 0) -> Generator[str]:
     """The scripted server in a process of its own; yields its base URL."""
     command = [sys.executable, "-m", "benchmarks.recorder.server", str(delay_ms)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -27,9 +27,10 @@ def adding(records: Sequence[Record]) -> list[str]:
         f"An AutoGen round robin of two agents, ten turns a chat, {chats} chats, one model call a"
         " turn, on a scripted server in a process of its own; streams come in 64 chunks at once."
         " With a delay, tools that write in the background do it while the application waits for"
-        " its model; without one they compete with the application. Milliseconds per turn on top of the plain application: the median over"
-        " repeats, and the least and most. Only marft-agents asks the server for token ids and"
-        " log-probabilities; what their transport costs is in its figures.",
+        " its model; without one they compete with the application. Milliseconds per turn on top"
+        " of the plain application: the median over repeats, and the least and most. Only"
+        " marft-agents asks the server for token ids and log-probabilities; what their transport"
+        " costs is in its figures.",
         "",
         "| tool | replies | added at p50 | added at p99 | processor time added | repeats |",
         "|---|---|---:|---:|---:|---:|",
