@@ -6,7 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from marft_agents.recording import EpisodeHandle, LiveEpisode, MarftRecorder, Patches
+from marft_agents.recording import (
+    EpisodeHandle,
+    LiveEpisode,
+    MarftRecorder,
+    Patches,
+    end_run,
+)
 from marft_agents.schema import EndReason
 
 
@@ -38,16 +44,13 @@ class Binding:
         self, episode: LiveEpisode, reason: EndReason, detail: str | None, result: Any = None
     ) -> None:
         """End an episode that was opened for what this binding records."""
-        if reason != "failed" and self.on_end is not None and self.open:
-            with self.recorder.core.safety.guard("call on_end"):
-                self.on_end(EpisodeHandle(episode), result)
-        self.report(episode, reason, detail)
-        if reason == "failed":
-            episode.decide(reason, detail)
-        episode.end()
+        on_end = self.on_end if reason != "failed" and self.open else None
+        end_run(episode, self._reason(reason), detail, on_end, result)
 
     def report(self, episode: LiveEpisode, reason: EndReason, detail: str | None) -> None:
         """Something inside an episode has ended so."""
-        if reason == "truncated" and self.end == "terminated":
-            reason = "terminated"
-        episode.report(reason, detail)
+        episode.report(self._reason(reason), detail)
+
+    def _reason(self, reason: EndReason) -> EndReason:
+        designed = reason == "truncated" and self.end == "terminated"
+        return "terminated" if designed else reason

@@ -13,7 +13,12 @@ from typing import Any, cast
 
 from agent_framework import WorkflowAgent
 
-from marft_agents.recording import EndReason, EpisodeHandle, LiveEpisode, describe_error
+from marft_agents.recording import (
+    EndReason,
+    LiveEpisode,
+    describe_error,
+    end_run,
+)
 from marft_agents_agent_framework.following import follow
 from marft_agents_agent_framework.observe import human
 from marft_agents_agent_framework.seats import Binding
@@ -89,17 +94,13 @@ class Run:
         episode, self._episode = self._episode, None
         if episode is None:
             return
-        if self._own and result is not None and self._binding.on_end is not None:
-            with self.safety.guard("call on_end"):
-                self._binding.on_end(EpisodeHandle(episode), result)
-        episode.report(reason, detail)
         if not self._own:
+            episode.report(reason, detail)
             return
         if reason != "failed" and not episode.turn_ids():
             self._say_empty()
-        if reason == "failed":
-            episode.decide(reason, detail)
-        episode.end()
+        on_end = self._binding.on_end if result is not None else None
+        end_run(episode, reason, detail, on_end, result)
 
 
 def _answers(root: Any, given: Any, responses: Any) -> Sequence[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from marft_agents.recording import (
-    ConfigError,
     KnownDistribution,
     MissingExtraError,
     installed_runtime,
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from marft_agents.recording import MarftRecorder
 
 ROOTS = frozenset({"autogen_agentchat", "autogen_core", "autogen_ext"})
-OPTIONS = frozenset({"end", "on_end"})
 KNOWN = (KnownDistribution("autogen-agentchat", "0.4.9", "0.8"),)
 
 
@@ -40,15 +38,8 @@ def wrap(obj: Any, recorder: MarftRecorder, **options: Any) -> Any:
     Raises:
         IntegrationError: an AutoGen object that is neither team nor agent, one that another
             recorder still records, or a version of AutoGen that is not supported.
-        ConfigError: another option, or another value of ``end``.
         MissingExtraError: AutoGen AgentChat cannot be imported.
     """
-    unknown = sorted(options.keys() - OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"wrap({type(obj).__name__}, {unknown[0]}=...): unknown option; for AutoGen AgentChat"
-            f" there are {', '.join(sorted(OPTIONS))}"
-        )
     runtime = installed_runtime("autogen-agentchat", KNOWN)
     try:
         from marft_agents_autogen.walk import wrap_root

@@ -16,7 +16,12 @@ from typing import Any
 from autogen_agentchat.base import TaskResult
 from autogen_agentchat.messages import BaseChatMessage
 
-from marft_agents.recording import EndReason, EpisodeHandle, LiveEpisode, describe_error
+from marft_agents.recording import (
+    EndReason,
+    LiveEpisode,
+    describe_error,
+    end_run,
+)
 from marft_agents_autogen.compat import message_text
 from marft_agents_autogen.frames import Run, episode_here, here
 from marft_agents_autogen.seats import Binding, Seat, close_stream
@@ -93,13 +98,8 @@ class Going:
             if frame.outer is None:  # how a nested run ends is its caller's affair
                 episode.report(reason, detail)
             return
-        if self._result is not None and binding.on_end is not None:
-            with self._safety.guard("call on_end"):
-                binding.on_end(EpisodeHandle(episode), self._result)
-        episode.report(reason, detail)
-        if reason == "failed":
-            episode.decide(reason, detail)
-        episode.end()
+        on_end = binding.on_end if self._result is not None else None
+        end_run(episode, reason, detail, on_end, self._result)
 
     def _outcome(self, error: BaseException | None) -> tuple[EndReason, str | None]:
         left = error is None or isinstance(error, GeneratorExit)

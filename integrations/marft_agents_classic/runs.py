@@ -14,10 +14,10 @@ from typing import Any, Self, cast
 
 from marft_agents.recording import (
     EndReason,
-    EpisodeHandle,
     LiveEpisode,
     MarftRecorder,
     describe_error,
+    end_run,
 )
 from marft_agents_classic.agents import adopt
 from marft_agents_classic.seats import (
@@ -63,13 +63,7 @@ class Run:
             else:
                 self.episode.report(*outcome)
             return
-        if error is None and self._binding.on_end is not None:
-            with self.episode.core.safety.guard("call on_end"):
-                self._binding.on_end(EpisodeHandle(self.episode), result)
-        self.episode.report(*outcome)
-        if outcome[0] == "failed":
-            self.episode.decide(*outcome)
-        self.episode.end()
+        end_run(self.episode, *outcome, self._binding.on_end if error is None else None, result)
 
 
 class Border:

@@ -21,10 +21,10 @@ from agents.exceptions import (
 from marft_agents.recording import (
     Call,
     EndReason,
-    EpisodeHandle,
     LiveEpisode,
     TurnKind,
     describe_error,
+    end_run,
     jsonable,
 )
 from marft_agents_openai_agents.binding import Binding
@@ -182,13 +182,8 @@ class Run:
             self.episode.report(reason, detail)
             return
         seen = result if error is None else error
-        if reason != "failed" and self.binding.on_end is not None:
-            with self.safety.guard("call on_end"):
-                self.binding.on_end(EpisodeHandle(self.episode), seen)
-        self.episode.report(reason, detail)
-        if reason == "failed":
-            self.episode.decide(reason, detail)
-        self.episode.end()
+        on_end = self.binding.on_end if reason != "failed" else None
+        end_run(self.episode, reason, detail, on_end, seen)
 
     def _outcome(self, result: Any, error: BaseException | None) -> tuple[EndReason, str | None]:
         if isinstance(error, MaxTurnsExceeded):

@@ -15,7 +15,7 @@ from marft_agents.recording.capture import Claim
 from marft_agents.recording.clean import jsonable
 from marft_agents.recording.distributions import KnownDistribution, installed_runtime
 from marft_agents.recording.episode import LiveEpisode, describe_error
-from marft_agents.recording.handle import EpisodeContext, EpisodeHandle
+from marft_agents.recording.handle import EpisodeContext, EpisodeHandle, end_run
 from marft_agents.recording.own import Speaker
 from marft_agents.recording.patches import Patches
 from marft_agents.recording.recorder import MarftRecorder
@@ -42,6 +42,7 @@ __all__ = [
     "TurnKind",
     "Unseen",
     "describe_error",
+    "end_run",
     "installed_runtime",
     "jsonable",
 ]

@@ -6,7 +6,6 @@ other, is named where the object is wrapped, with the command that mends it; not
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,9 +27,7 @@ class KnownDistribution:
         return f"{self.name}>={self.since},<{self.below}"
 
 
-@functools.cache
 def _version(name: str) -> str | None:
-    """What the process began with; modules do not change under it."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -5,7 +5,8 @@ Invariant: an ``EpisodeHandle`` stays valid after the end: rewards may come any 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,43 @@ class EpisodeHandle:
 
     def __repr__(self) -> str:
         return f"EpisodeHandle(id={self.id!r})"
+
+
+def end_run(
+    episode: LiveEpisode,
+    reason: EndReason,
+    detail: str | None,
+    on_end: Callable[[EpisodeHandle, Any], object] | None = None,
+    result: Any = None,
+) -> None:
+    """End an episode that a run opened, after ``on_end`` has had its chance to reward it.
+
+    Whatever ``on_end`` raises, the episode ends; ``SystemExit`` and the like go on from there.
+    """
+    try:
+        if on_end is not None:
+            with episode.core.safety.guard("call on_end"):
+                _say_unawaited(episode, on_end(EpisodeHandle(episode), result))
+    finally:
+        episode.report(reason, detail)
+        if reason == "failed":
+            episode.decide(reason, detail)
+        episode.end()
+
+
+def _say_unawaited(episode: LiveEpisode, made: object) -> None:
+    """A coroutine that ``on_end`` returned does nothing: nobody can await it here."""
+    if not inspect.isawaitable(made):
+        return
+    close = getattr(made, "close", None) or getattr(made, "cancel", None)
+    if callable(close):
+        close()
+    episode.core.safety.warn_once(
+        "on_end awaits",
+        "marft-agents: on_end returned something to await, and nobody can await it: what it was to"
+        " do (a reward?) is not done; use `async with recorder.episode() as episode:` around the"
+        " run and await there",
+    )
 
 
 class EpisodeContext:

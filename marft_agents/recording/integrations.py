@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from marft_agents.errors import ConfigError, IntegrationError
 
 GROUP = "marft_agents.integrations"
+OPTIONS = frozenset({"end", "on_end"})
 ENDS = ("auto", "terminated")
 
 
@@ -67,11 +68,17 @@ def _matching(obj: Any, broken: list[str], again: bool) -> Integration | None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of ``wrap`` that every integration has.
+    """Check the options of ``wrap``, which are the same for every runtime.
 
     Raises:
-        ConfigError: another ``end``, or an ``on_end`` that cannot be called when a run is over.
+        ConfigError: another option or ``end``, or an ``on_end`` that cannot be called when a run
+            is over.
     """
+    unknown = sorted(options.keys() - OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"wrap(..., {unknown[0]}=...): unknown option; there are {', '.join(sorted(OPTIONS))}"
+        )
     end, on_end = options.get("end", ENDS[0]), options.get("on_end")
     if end not in ENDS:
         raise ConfigError(f"wrap(..., end={end!r}): end is one of {', '.join(ENDS)}")

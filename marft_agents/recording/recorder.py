@@ -37,6 +37,11 @@ class Attachment(Protocol):
     def release(self) -> None: ...
 
 
+def _is_text(name: str) -> bool:
+    """Half a surrogate pair is none: it could not be written."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 class _Nowhere:
     """Keeps nothing: the log of a recorder that is off."""
 
@@ -185,8 +190,13 @@ class MarftRecorder:
 
         Raises:
             IntegrationError: no openai SDK client.
-            ConfigError: the client already belongs to another agent.
+            ConfigError: the client already belongs to another agent, or ``agent`` is no name.
         """
+        named: Any = agent
+        if not isinstance(named, str) or not named.strip() or not _is_text(named):
+            raise ConfigError(
+                f"attach_client(client, agent={agent!r}): agent is a name, e.g. 'coder'"
+            )
         if self.enabled:
             self.capture(client, agent)
 
