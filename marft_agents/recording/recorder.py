@@ -201,7 +201,7 @@ class MarftRecorder:
             self.capture(client, agent)
 
     def flush(self, timeout: float | None = 10.0) -> bool:
-        """Wait until the events so far are written, or counted as lost; False when that took longer.
+        """Wait until the events so far are written or counted lost; False when that took longer.
 
         What a disk refused is in ``EpisodeEnded.dropped_events`` and in the one warning about it.
         """
