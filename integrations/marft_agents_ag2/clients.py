@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from marft_agents.recording import Call, MarftRecorder
+from marft_agents.recording import Call, MarftRecorder, StandIn
 from marft_agents_ag2.turns import TURN, Turn
 from marft_agents_ag2.wire import unseen
 
@@ -48,35 +48,11 @@ def say_uncaptured(call: Call, client: Any) -> None:
     )
 
 
-class _StandIn:
-    """Stands for ``inner``."""
-
-    def __init__(self, inner: Any) -> None:
-        self.__dict__["_marft_inner"] = inner
-
-    @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] read-only
-        return type(self._marft_inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_marft_"):
-            raise AttributeError(name)
-        return getattr(self._marft_inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._marft_inner, name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the object itself."""
-        return self._marft_inner.__reduce_ex__(protocol)
-
-
-class RecordingConfig(_StandIn):
+class RecordingConfig(StandIn):
     """A model configuration whose clients' calls belong to the turn that makes them."""
 
     def __init__(self, inner: Any, begin: Callable[[Turn], Call]) -> None:
-        super().__init__(inner)
-        self.__dict__["_marft_begin"] = begin
+        super().__init__(inner, _marft_begin=begin)
 
     def create(self, *args: Any, **kwargs: Any) -> Any:
         return _RecordingClient(self._marft_inner.create(*args, **kwargs), self._marft_begin)
@@ -85,10 +61,9 @@ class RecordingConfig(_StandIn):
         return RecordingConfig(self._marft_inner.copy(*args, **kwargs), self._marft_begin)
 
 
-class _RecordingClient(_StandIn):
+class _RecordingClient(StandIn):
     def __init__(self, inner: Any, begin: Callable[[Turn], Call]) -> None:
-        super().__init__(inner)
-        self.__dict__["_marft_begin"] = begin
+        super().__init__(inner, _marft_begin=begin)
 
     async def __call__(self, events: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
         inner, turn, begin = self._marft_inner, TURN.get(), self._marft_begin

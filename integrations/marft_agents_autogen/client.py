@@ -12,6 +12,7 @@ from typing import Any
 
 from autogen_core.models import CreateResult
 
+from marft_agents.recording import StandIn
 from marft_agents_autogen.asking import Ask, begin
 from marft_agents_autogen.compat import optional
 from marft_agents_autogen.seats import Seat, close_stream
@@ -19,31 +20,14 @@ from marft_agents_autogen.seats import Seat, close_stream
 CACHE = optional("autogen_ext.models.cache", "ChatCompletionCache")
 
 
-class RecordingClient:
+class RecordingClient(StandIn):
     """Stands for ``inner`` in one seat; ``shared``: in a place that several seats may hold."""
 
-    _marft_inner: Any
     _marft_seat: Seat
     _marft_shared: bool
 
     def __init__(self, inner: Any, seat: Seat, *, shared: bool = False) -> None:
-        self.__dict__.update(_marft_inner=inner, _marft_seat=seat, _marft_shared=shared)
-
-    @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] read-only
-        return type(self._marft_inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_marft_"):
-            raise AttributeError(name)
-        return getattr(self._marft_inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._marft_inner, name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are of the client itself."""
-        return self._marft_inner.__reduce_ex__(protocol)
+        super().__init__(inner, _marft_seat=seat, _marft_shared=shared)
 
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Ask | None]:
         """The client to ask, and the record of asking it."""

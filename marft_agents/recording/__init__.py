@@ -21,6 +21,7 @@ from marft_agents.recording.patches import Patches
 from marft_agents.recording.recorder import MarftRecorder
 from marft_agents.recording.redact import Redaction
 from marft_agents.recording.sink import EventLog
+from marft_agents.recording.stand_in import StandIn
 from marft_agents.schema import EndReason, TurnKind
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Patches",
     "Redaction",
     "Speaker",
+    "StandIn",
     "TurnKind",
     "Unseen",
     "describe_error",

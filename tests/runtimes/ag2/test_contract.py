@@ -8,7 +8,8 @@ from typing import Any
 from ag2 import Agent
 
 from marft_agents.testing import IntegrationContract
-from tests.runtimes.ag2.kit import agent, calls_once, on_channel, open_hub, relay
+from tests.runtimes.ag2.kit import agent, on_channel, open_hub, relay
+from tests.runtimes.kit import calls_once
 
 
 class TestAgentBehindATool(IntegrationContract):

@@ -13,7 +13,8 @@ from marft_agents import MarftRecorder
 from marft_agents.recording import EpisodeHandle
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, HumanEvent, ToolEvent
 from marft_agents.testing import InMemoryLog, ScriptedServer
-from tests.runtimes.ag2.kit import Ended, agent, calls_once, on_channel, open_hub, relay
+from tests.runtimes.ag2.kit import Ended, agent, on_channel, open_hub, relay
+from tests.runtimes.kit import calls_once
 
 NAMES = ("planner", "coder", "critic")
 

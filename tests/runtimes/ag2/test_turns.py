@@ -30,7 +30,8 @@ from marft_agents.schema import (
     Turn,
 )
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
-from tests.runtimes.ag2.kit import add, agent, calls_once, config
+from tests.runtimes.ag2.kit import add, agent, config
+from tests.runtimes.kit import calls_once
 
 
 async def test_on_end_rewards_the_episode(

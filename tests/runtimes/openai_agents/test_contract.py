@@ -7,7 +7,8 @@ from typing import Any
 from agents import Agent
 
 from marft_agents.testing import IntegrationContract
-from tests.runtimes.openai_agents.kit import agent, calls_once, play
+from tests.runtimes.kit import calls_once
+from tests.runtimes.openai_agents.kit import agent, play
 
 
 class _Played(IntegrationContract):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.runtimes.guide import run_guide
-from tests.runtimes.openai_agents.kit import calls_once
+from tests.runtimes.kit import calls_once
 
 
 def test_the_guide(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from pydantic import BaseModel
 from marft_agents import MarftRecorder
 from marft_agents.schema import EpisodeEnded, ToolEvent
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
-from tests.runtimes.openai_agents.kit import add, agent, calls_once, client, model, noting, play
+from tests.runtimes.kit import calls_once, noting
+from tests.runtimes.openai_agents.kit import add, agent, client, model, play
 
 pytestmark = pytest.mark.usefixtures("closing")
 

@@ -37,7 +37,8 @@ from marft_agents.schema import (
     Turn,
 )
 from marft_agents.testing import InMemoryLog, Reply, ScriptedServer
-from tests.runtimes.openai_agents.kit import add, agent, calls_once, model, noting, play
+from tests.runtimes.kit import calls_once, noting
+from tests.runtimes.openai_agents.kit import add, agent, model, play
 
 pytestmark = pytest.mark.usefixtures("closing")
 
