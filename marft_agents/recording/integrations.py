@@ -67,17 +67,18 @@ def _matching(obj: Any, broken: list[str], again: bool) -> Integration | None:
     return None
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Check the options of ``wrap``, which are the same for every runtime.
+def check_options(options: Mapping[str, Any], integration: Any = None) -> None:
+    """Check the options of ``wrap``; an integration that takes more names them in ``OPTIONS``.
 
     Raises:
         ConfigError: another option or ``end``, or an ``on_end`` that cannot be called when a run
             is over.
     """
-    unknown = sorted(options.keys() - OPTIONS)
+    known = OPTIONS | frozenset(getattr(integration, "OPTIONS", ()))
+    unknown = sorted(options.keys() - known)
     if unknown:
         raise ConfigError(
-            f"wrap(..., {unknown[0]}=...): unknown option; there are {', '.join(sorted(OPTIONS))}"
+            f"wrap(..., {unknown[0]}=...): unknown option; there are {', '.join(sorted(known))}"
         )
     end, on_end = options.get("end", ENDS[0]), options.get("on_end")
     if end not in ENDS:

@@ -131,7 +131,7 @@ class MarftRecorder:
             MissingExtraError: the runtime is not fully installed.
         """
         integration = find_integration(obj)
-        check_options(options)
+        check_options(options, integration)
         if self.core.closed:
             self.core.safety.warn_once(
                 "wrapped after close",

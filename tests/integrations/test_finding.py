@@ -26,7 +26,7 @@ def _module(wrapped: list[Any]) -> Any:
         wrapped.append((obj, options))
         return "not the same object"
 
-    return SimpleNamespace(matches=lambda obj: isinstance(obj, Team), wrap=wrap)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] a fake
+    return SimpleNamespace(OPTIONS={"name"}, matches=lambda obj: isinstance(obj, Team), wrap=wrap)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] a fake
 
 
 def _install(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
@@ -58,6 +58,7 @@ class _Scorer:
     ("options", "said"),
     [
         ({"end": "terminate"}, "one of auto, terminated"),
+        ({"on_ned": len}, "unknown option; there are end, name, on_end"),
         ({"on_end": 5}, "is a function"),
         ({"on_end": _later}, "nobody can await it"),
         ({"on_end": _Scorer()}, "nobody can await it"),
