@@ -279,6 +279,15 @@ def test_a_thread_that_is_too_slow_is_left_alone(tmp_path: Path) -> None:
     assert list(collected.outcomes[0].episode_ids) == [episode.episode_id]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", ["signal", "raise"])
 def test_an_interrupt_ends_every_episode(how: str, tmp_path: Path) -> None:
     async def run(task: Any, recorder: Any) -> None:
