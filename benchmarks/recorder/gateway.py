@@ -26,10 +26,13 @@ from benchmarks.recorder.latency import server
 from benchmarks.records import Results, load_now, machine
 from benchmarks.stats import median
 from marft_agents.recording import MarftRecorder
+from marft_agents.serving.access import Access
 from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.process import free_port
 from marft_agents.serving.recording import Recording
+from marft_agents.serving.replica import Replica
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 
@@ -44,8 +47,8 @@ def serve(engine: str, logs: str, port: int) -> None:
     aliases = Aliases()
     aliases.point(Route("agent", 1))
     recording = Recording(MarftRecorder(logs, inject="always", raise_errors=False))
-    swapper = Swapper(cast(Any, None), aliases)
-    gateway = Gateway(swapper, Upstream(engine), GatewaySettings("benchmark"), recording)
+    fleet = Fleet([Replica("engine-0", cast(Any, None), Upstream(engine))])
+    gateway = Gateway(Swapper(fleet, aliases), GatewaySettings(Access("benchmark")), recording)
     uvicorn.run(gateway.app(), port=port, log_level="error", access_log=False)
 
 

@@ -47,13 +47,18 @@ class Aliases:
         """Every agent's current version."""
         return [Route(agent, self._current[agent]) for agent in self.agents]
 
+    def wanted(self) -> list[Route]:
+        """Every version that a replica must have loaded before it takes traffic."""
+        return self.routes()
+
     def served(self, agent: str) -> list[str]:
         """Names of the agent's loaded versions, retired ones with requests in flight included."""
         names = [n for n in self._loaded if (p := parse_served_name(n)) and p[0] == agent]
         return sorted(names)
 
-    def resolve(self, model: str) -> Route | None:
+    def resolve(self, model: str, episode: str | None = None) -> Route | None:
         """The version that a request for ``model`` gets: an agent's name, or a loaded version's."""
+        del episode
         named = parse_served_name(model)
         if named is not None:
             usable = model in self._loaded and model not in self._retired

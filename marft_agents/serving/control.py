@@ -17,8 +17,9 @@ from starlette.routing import Route as HttpRoute
 
 from marft_agents.errors import ConfigError
 from marft_agents.registry import Change
+from marft_agents.serving.access import Access
 from marft_agents.serving.loader import StepError
-from marft_agents.serving.refusals import Refusal, read_limited, require_operator
+from marft_agents.serving.refusals import Refusal, read_limited
 from marft_agents.serving.swap import Swapper
 
 KEY_FILE = ".operator-key"
@@ -85,28 +86,28 @@ def _swap_arguments(data: bytes) -> tuple[str, int, Change]:
     return agent, version, change
 
 
-def control_routes(swapper: Swapper, operator_key: str) -> list[HttpRoute]:
+def control_routes(swapper: Swapper, access: Access) -> list[HttpRoute]:
     """``GET /marft/state`` and ``POST /marft/swap``."""
 
     async def state(request: Request) -> Response:
-        require_operator(request, operator_key)
-        aliases, loader = swapper.aliases, swapper.loader
+        access.operator(request)
+        aliases, fleet = swapper.aliases, swapper.fleet
         agents = {
             route.agent: {"current": route.version, "served": aliases.served(route.agent)}
             for route in aliases.routes()
         }
         return JSONResponse(
             {
-                "base": loader.base.model_dump(mode="json"),
+                "base": fleet.base.model_dump(mode="json"),
                 "agents": agents,
-                "max_lora_rank": loader.limits.max_lora_rank,
-                "max_loras": loader.limits.max_loras,
-                "target_modules": list(loader.limits.target_modules),
+                "max_lora_rank": fleet.limits.max_lora_rank,
+                "max_loras": fleet.limits.max_loras,
+                "target_modules": list(fleet.limits.target_modules),
             }
         )
 
     async def swap(request: Request) -> Response:
-        require_operator(request, operator_key)
+        access.operator(request)
         agent, version, change = _swap_arguments(await read_limited(request, _MAX_BODY))
         try:
             return JSONResponse(await swapper.swap(agent, version, change))

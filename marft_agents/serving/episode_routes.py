@@ -18,13 +18,13 @@ from starlette.routing import Route as HttpRoute
 
 from marft_agents.recording.reviews import give_edit, reward_event
 from marft_agents.schema import EndReason, JsonDict
+from marft_agents.serving.access import Access
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
 from marft_agents.serving.recording import CHAT, Recording
 from marft_agents.serving.refusals import (
     Refusal,
     read_limited,
-    require_api_key,
     require_own_origin,
 )
 
@@ -46,11 +46,11 @@ def agent_routes(generate: Handler, models: Handler) -> list[HttpRoute]:
     return routes
 
 
-def closed_routes(api_key: str | None) -> list[HttpRoute]:
+def closed_routes(access: Access) -> list[HttpRoute]:
     """The same addresses at a server that does not record: a refusal with the cure."""
 
     async def refuse(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         raise Refusal(404, _OFF.format(path=request.url.path))
 
     paths = ["/episodes", *(f"{prefix}{{rest:path}}" for prefix in AGENT_PATHS)]
@@ -58,13 +58,13 @@ def closed_routes(api_key: str | None) -> list[HttpRoute]:
 
 
 def episode_routes(
-    recording: Recording, agents: Callable[[], list[str]], api_key: str | None
+    recording: Recording, agents: Callable[[], list[str]], access: Access
 ) -> list[HttpRoute]:
     """Begin, score, edit, end and look at episodes. ``agents``: names that are served."""
     episodes = recording.episodes
 
     async def begin(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         require_own_origin(request)
         body = await _fields(request, {"id", "task", "metadata", "agents"})
         wanted = body.get("id")
@@ -82,7 +82,7 @@ def episode_routes(
         return JSONResponse(_addresses(request, live, names), 201)
 
     async def end(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"reason", "detail"})
@@ -95,7 +95,7 @@ def episode_routes(
         return JSONResponse(_state(live))
 
     async def reward(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"value", "agent", "turn_id", "source"})
@@ -120,7 +120,7 @@ def episode_routes(
         return JSONResponse({"episode": name, "value": event.value, "known": known})
 
     async def look(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         name = _episode(request)
         live = episodes.get(name)
         if live is None:
@@ -132,16 +132,16 @@ def episode_routes(
         HttpRoute("/episodes/{episode}", look, methods=["GET"]),
         HttpRoute("/episodes/{episode}/end", end, methods=["POST"]),
         HttpRoute("/episodes/{episode}/rewards", reward, methods=["POST"]),
-        *_human_routes(recording, api_key),
+        *_human_routes(recording, access),
     ]
 
 
-def _human_routes(recording: Recording, api_key: str | None) -> list[HttpRoute]:
+def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
     """What people say, and what they put in place of an agent's words."""
     episodes = recording.episodes
 
     async def edit(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"turn_id", "text", "editor"})
@@ -156,7 +156,7 @@ def _human_routes(recording: Recording, api_key: str | None) -> list[HttpRoute]:
         return JSONResponse({"episode": name, "turn_id": turn_id, "known": known})
 
     async def human(request: Request) -> Response:
-        require_api_key(request, api_key)
+        access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"text", "name"})

@@ -101,6 +101,13 @@ def caller_of(request: Request, *, record_all: bool = False) -> Caller:
     )
 
 
+def episode_of(request: Request) -> str | None:
+    """The episode that a request names, recorded or not; ``None`` for none, or for no usable id."""
+    path = cast("Mapping[str, str]", request.path_params)
+    value = _first("episode", path, _from_headers(request), _from_key(request))
+    return value if value is not None and _EPISODE.fullmatch(value) else None
+
+
 def _first(name: str, *places: Mapping[str, str]) -> str | None:
     return next((place[name] for place in places if name in place), None)
 

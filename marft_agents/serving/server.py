@@ -17,6 +17,7 @@ import uvicorn
 from marft_agents.errors import ConfigError, EngineError, MarftError
 from marft_agents.recording import MarftRecorder
 from marft_agents.registry import locks
+from marft_agents.serving.access import Access
 from marft_agents.serving.aliases import Aliases
 from marft_agents.serving.announced import announced_mode, announced_sampling
 from marft_agents.serving.client import EngineClient
@@ -28,12 +29,14 @@ from marft_agents.serving.commands import (
     vllm_command,
 )
 from marft_agents.serving.control import ensure_operator_key
+from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.identity import BY_URL
 from marft_agents.serving.loader import Loader
 from marft_agents.serving.plan import Plan, Say, ServeSettings, check_settings, make_plan
 from marft_agents.serving.process import EngineProcess, free_port
 from marft_agents.serving.recording import Recording
+from marft_agents.serving.replica import Replica
 from marft_agents.serving.resume import recent_episodes
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
@@ -184,8 +187,7 @@ def _recording(settings: ServeSettings) -> Recording | None:
 def _gateway_settings(settings: ServeSettings, operator_key: str) -> GatewaySettings:
     started_here, args = settings.server is None, settings.engine_args
     return GatewaySettings(
-        operator_key=operator_key,
-        api_key=settings.api_key,
+        Access(operator_key, settings.api_key),
         logprobs_mode=announced_mode(args) if started_here else settings.logprobs_mode,
         sampling_defaults=announced_sampling(args) if started_here else None,
     )
@@ -235,11 +237,9 @@ def _run(
         aliases = _load_all(loader, plan, say)
         death = _death_of(process)
         upstream = Upstream(url, death=death, api_key=settings.server_api_key)
+        fleet = Fleet([Replica("engine-0", loader, upstream)])
         gateway = Gateway(
-            Swapper(loader, aliases),
-            upstream,
-            _gateway_settings(settings, key),
-            _recording(settings),
+            Swapper(fleet, aliases), _gateway_settings(settings, key), _recording(settings)
         )
         server = _Server(
             _uvicorn_config(gateway),

@@ -17,8 +17,10 @@ from marft_agents.errors import MarftError
 from marft_agents.registry import Change
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
-from marft_agents.serving.loader import Loader, StepError, step
+from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.loader import StepError, step
 from marft_agents.serving.probe import ProbeReport
+from marft_agents.serving.replica import Replica
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_DRAIN_S = 2.0
@@ -28,9 +30,9 @@ class Swapper:
     """Swaps of one gateway, one at a time."""
 
     def __init__(
-        self, loader: Loader, aliases: Aliases, *, wait_for_drain_s: float = WAIT_FOR_DRAIN_S
+        self, fleet: Fleet, aliases: Aliases, *, wait_for_drain_s: float = WAIT_FOR_DRAIN_S
     ) -> None:
-        self.loader = loader
+        self.fleet = fleet
         self.aliases = aliases
         self._wait_for_drain_s = wait_for_drain_s
         self._lock = asyncio.Lock()
@@ -54,7 +56,7 @@ class Swapper:
             old = Route(slug, before) if before is not None else None
             try:
                 with step(new.name, "check"):
-                    self.loader.registry.require_movable(slug, version, force=change.force)
+                    self.fleet.registry.require_movable(slug, version, force=change.force)
                 report = await self._bring_up(new, old)
                 change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
                 if old != new:
@@ -75,37 +77,35 @@ class Swapper:
             "unloaded": unloaded,
         }
 
-    async def restore(self, route: Route) -> bool:
-        """Load a served version again that the engine has lost; False when it has it.
+    async def restore(self, route: Route, replica: Replica) -> bool:
+        """Load a served version again that a replica has lost; False when it has it.
 
         Raises:
             MarftError: when the engine cannot be asked, or refuses.
         """
         async with self._lock:
-            if await asyncio.to_thread(self.loader.is_loaded, route.agent, route.version):
-                return False
-            await asyncio.to_thread(self.loader.bring_up, route.agent, route.version)
-            _log.warning("the engine had lost %s; it was loaded again", route.name)
-            return True
+            restored = await self.fleet.restore(route, replica)
+            if restored:
+                _log.warning("%s had lost %s; it was loaded again", replica.name, route.name)
+            return restored
 
     async def _bring_up(self, new: Route, old: Route | None) -> ProbeReport:
         if new == old:
             # A failed probe must not unload what serves, so this asks without loading.
-            return await asyncio.to_thread(self.loader.probe_again, new.agent, new.version)
-        in_use = self.aliases.in_flight(new) > 0
-        return await asyncio.to_thread(self.loader.bring_up, new.agent, new.version, in_use=in_use)
+            return await self.fleet.probe_again(new)
+        return await self.fleet.bring_up(new, in_use=self.aliases.in_flight(new) > 0)
 
     def _note_failure(
         self, new: Route, before: int | None, change: Change, error: StepError
     ) -> None:
-        registry, action = self.loader.registry, change.action
+        registry, action = self.fleet.registry, change.action
         # The swap's own error matters more than one of the trail.
         with contextlib.suppress(MarftError, OSError), registry.changing(new.agent):
             registry.note(action, new.agent, before, new.version, change, result=str(error))
 
     async def _record(self, new: Route, change: Change) -> None:
         with step(new.name, "record"):
-            await asyncio.to_thread(self.loader.registry.move, new.agent, new.version, change)
+            await asyncio.to_thread(self.fleet.registry.move, new.agent, new.version, change)
 
     async def _move(self, new: Route, old: Route | None, change: Change) -> None:
         self.aliases.point(new)
@@ -139,7 +139,7 @@ class Swapper:
                 return False  # it was swapped back meanwhile
             self.aliases.remove(route)
             try:
-                await asyncio.to_thread(self.loader.unload, route.agent, route.version)
+                await self.fleet.unload(route)
             except MarftError as error:
                 _log.warning("could not unload %s: %s", route.name, error)
                 return False

@@ -15,13 +15,16 @@ import uvicorn
 
 from marft_agents.registry import Registry, describe_base
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe
+from marft_agents.serving.access import Access
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.calls import tls
 from marft_agents.serving.client import EngineClient
+from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits, Loader
 from marft_agents.serving.recording import Recording
+from marft_agents.serving.replica import Replica
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.registry.bases import make_adapter, make_base
@@ -154,9 +157,10 @@ def running_stage(
         upstream = Upstream(
             engine.url, death=lambda: dead[0] if dead else None, read_timeout_s=read_timeout_s
         )
-        swapper = Swapper(loader, aliases, wait_for_drain_s=wait_for_drain_s)
-        settings = GatewaySettings(OPERATOR_KEY, api_key=api_key, max_body=max_body)
-        gateway = Gateway(swapper, upstream, settings, recording)
+        fleet = Fleet([Replica("engine-0", loader, upstream)])
+        swapper = Swapper(fleet, aliases, wait_for_drain_s=wait_for_drain_s)
+        settings = GatewaySettings(Access(OPERATOR_KEY, api_key), max_body=max_body)
+        gateway = Gateway(swapper, settings, recording)
         with (
             running_app(gateway.app()) as url,
             httpx.Client(timeout=10, verify=tls()) as http,

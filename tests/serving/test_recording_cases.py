@@ -15,9 +15,12 @@ import pytest
 
 from marft_agents.log import LogReader, LogWriter
 from marft_agents.recording import MarftRecorder
+from marft_agents.serving.access import Access
 from marft_agents.serving.calls import tls
+from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.recording import Recording
+from marft_agents.serving.replica import Replica
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.recording.kit import CASES
@@ -105,8 +108,9 @@ class TestAddress(RuntimeCases):
 
     @contextmanager
     def gateway(self, url: str, recording: Recording | None = None) -> Generator[str]:
-        settings = GatewaySettings(OPERATOR_KEY)
-        gateway = Gateway(self.swapper, Upstream(url), settings, recording)
+        fleet = Fleet([Replica("engine-0", self.swapper.fleet.replicas[0].loader, Upstream(url))])
+        settings = GatewaySettings(Access(OPERATOR_KEY))
+        gateway = Gateway(Swapper(fleet, self.swapper.aliases), settings, recording)
         with running_app(gateway.app()) as address:
             yield address
 
