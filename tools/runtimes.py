@@ -103,6 +103,7 @@ BENCHMARKS: dict[str, Runtime] = {
         ),
         (),
     ),
+    "bench-gateway": Runtime(("litellm[proxy]==1.106.12",), ()),
 }
 """Set up by the benchmarks that need them, and by nothing else."""
 
