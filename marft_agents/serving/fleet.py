@@ -8,6 +8,7 @@ prompts are used.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 
 from marft_agents.registry import Registry
@@ -16,7 +17,15 @@ from marft_agents.serving.aliases import Route
 from marft_agents.serving.loader import Limits
 from marft_agents.serving.probe import ProbeReport
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.replica import Replica
+from marft_agents.serving.replica import Replica, ReplicaStatus
+
+RETRY_AFTER_S = "2"
+
+
+def _weight(episode: str, name: str) -> bytes:
+    """Rendezvous hashing: without a replica only its own episodes go elsewhere."""
+    told = f"{episode}\0{name}".encode("utf-8", "backslashreplace")
+    return hashlib.blake2b(told, digest_size=8).digest()
 
 
 class Fleet:
@@ -37,18 +46,29 @@ class Fleet:
     def limits(self) -> Limits:
         return self.replicas[0].loader.limits
 
-    def choose(self, episode: str | None) -> Replica:
-        """The replica for a request.
+    def status(self) -> list[ReplicaStatus]:
+        """What every replica is doing."""
+        return [replica.status() for replica in self.replicas]
+
+    def choose(self, episode: str | None, *, besides: Replica | None = None) -> Replica:
+        """The replica for a request: an episode's own while that is ready, else the least busy.
 
         Raises:
-            Refusal: 503 when none is ready.
+            Refusal: 503 with ``Retry-After`` when none is ready.
         """
-        del episode
-        for replica in self.replicas:
-            replica.upstream.require_alive()
-            if replica.ready:
-                return replica
-        raise Refusal(503, "no engine is ready; try again")
+        ready = [r for r in self.replicas if r.ready and r is not besides]
+        if not ready:
+            raise self.unavailable()
+        if episode is None:
+            return min(ready, key=lambda r: r.in_flight)
+        return max(ready, key=lambda r: _weight(episode, r.name))
+
+    def unavailable(self) -> Refusal:
+        """The answer while no replica is ready."""
+        reasons = "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.status() if s.reason)
+        refusal = Refusal(503, f"no engine is ready ({reasons or 'all failed'}); try again")
+        refusal.headers["Retry-After"] = RETRY_AFTER_S
+        return refusal
 
     async def bring_up(self, route: Route, *, in_use: bool = False) -> ProbeReport:
         """Check, load and probe a version everywhere.

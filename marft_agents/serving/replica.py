@@ -1,13 +1,32 @@
-"""One engine behind the gateway.
+"""One engine behind the gateway, and what it is doing.
 
 Invariant: a replica takes traffic only while it is ``ready``: its engine runs and has loaded and
-probed every version that requests may be given.
+probed every version that requests may be given. In any other state a reason says why.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from marft_agents.serving.loader import Loader
 from marft_agents.serving.upstream import Upstream
+
+State = Literal["starting", "restoring", "ready", "down"]
+"""``starting``: its engine is being started. ``restoring``: versions are loaded and probed.
+``down``: it cannot be used; it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What a replica is doing right now; ``reason`` is ``None`` while it is ready."""
+
+    name: str
+    state: State
+    reason: str | None
+    in_flight: int
+    restarts: int
+    url: str
 
 
 class Replica:
@@ -18,4 +37,19 @@ class Replica:
         self.loader = loader
         self.upstream = upstream
         self.in_flight = 0
-        self.ready = True
+        self.restarts = 0
+        self.state: State = "ready"
+        self.reason: str | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    def become(self, state: State, reason: str | None = None) -> None:
+        """Go into a state."""
+        self.state, self.reason = state, reason
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus(
+            self.name, self.state, self.reason, self.in_flight, self.restarts, self.upstream.url
+        )
