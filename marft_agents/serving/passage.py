@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from marft_agents.serving.access import Client
 from marft_agents.serving.admission import Ticket
@@ -26,7 +27,8 @@ class Outcome:
 
     ``status`` is the engine's, or that of the gateway's own refusal; ``None``: the client left
     before any. ``seconds`` until the last byte; ``first_s`` until the first byte of the reply's
-    body. ``problem`` says why a reply is not whole.
+    body. ``problem`` says why a reply is not whole; ``left``: because the client went away.
+    Tokens are ``None`` where the engine did not count them.
     """
 
     route: Route
@@ -41,6 +43,14 @@ class Outcome:
     prompt_tokens: int | None
     completion_tokens: int | None
     problem: str | None
+    left: bool = False
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per token after the first one of a stream."""
+        if not self.streamed or self.first_s is None or (self.completion_tokens or 0) < 2:
+            return None
+        return (self.seconds - self.first_s) / (cast("int", self.completion_tokens) - 1)
 
 
 Observer = Callable[[Outcome], None]
@@ -65,6 +75,7 @@ class Passage:
         self.replica = replica
         self.episode = episode
         self.streamed = False
+        self.left = False
         self.status: int | None = None
         self.problem: str | None = None
         self.prompt_tokens: int | None = None
@@ -77,7 +88,7 @@ class Passage:
         self._began = time.monotonic()
         self._first: float | None = None
         self._ended = False
-        aliases.begin(route)
+        aliases.begin(route, episode)
         replica.in_flight += 1
 
     def saw(self, data: bytes) -> None:
@@ -85,12 +96,16 @@ class Passage:
         if self._first is None and data:
             self._first = time.monotonic()
 
+    def counted(self, prompt: int | None, completion: int | None) -> None:
+        """Tokens, as the engine counts them; the last word counts."""
+        self.prompt_tokens, self.completion_tokens = prompt, completion
+
     def end(self) -> None:
         """Give everything back; safe to call again."""
         if self._ended:
             return
         self._ended = True
-        self._aliases.end(self.route)
+        self._aliases.end(self.route, self.episode)
         self.replica.in_flight -= 1
         self._ticket.leave()
         outcome = self._outcome(time.monotonic())
@@ -114,4 +129,5 @@ class Passage:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             problem=self.problem,
+            left=self.left,
         )

@@ -1,8 +1,8 @@
 """Move an agent to another version while requests run.
 
 Invariant: check, load, probe, then move the alias, then write ``CURRENT``; the old version is
-taken out only when its last request has ended. Whatever fails, the agent keeps answering from a
-version that was probed, and the alias and ``CURRENT`` agree.
+taken out only when its last request has ended and no episode keeps it. Whatever fails, the agent
+keeps answering from a version that was probed, and the alias and ``CURRENT`` agree.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ class Swapper:
         self.aliases = aliases
         self._wait_for_drain_s = wait_for_drain_s
         self._lock = asyncio.Lock()
-        self._retiring: set[asyncio.Task[bool]] = set()
+        self._retiring: dict[Route, asyncio.Task[bool]] = {}
 
-    async def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
+    async def swap(
+        self, agent: str, version: int, change: Change | None = None, *, now: bool = False
+    ) -> dict[str, Any]:
         """Serve ``version`` for ``agent``; a version that serves already is only probed again.
 
         ``change`` says for the audit trail who asks and why; a swap that fails is in it, too.
+        Episodes keep the version they have, unless the swap is a rollback, or one that is to hold
+        for them ``now``: they then get ``version`` at their next call.
 
         Returns:
-            agent, from, to, probe, and whether the old version was unloaded within the wait.
+            agent, from, to, probe, whether the old version was unloaded within the wait, how many
+            episodes (``leases``) keep it, and how many were ``moved``.
 
         Raises:
             StepError: naming the step that failed and what still serves.
@@ -68,13 +73,16 @@ class Swapper:
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
-        unloaded = await self._retire(old) if old is not None and old != new else False
+            moved = self.aliases.move_over(new) if now or change.action == "rollback" else 0
+        replaced = old if old != new else None
         return {
             "agent": slug,
             "from": before,
             "to": version,
             "probe": report.as_json(),
-            "unloaded": unloaded,
+            "unloaded": await self.retire(replaced) if replaced is not None else False,
+            "leases": self.aliases.leased(replaced) if replaced is not None else 0,
+            "moved": moved,
         }
 
     async def restore(self, route: Route, replica: Replica) -> bool:
@@ -93,7 +101,7 @@ class Swapper:
         if new == old:
             # A failed probe must not unload what serves, so this asks without loading.
             return await self.fleet.probe_again(new)
-        return await self.fleet.bring_up(new, in_use=self.aliases.in_flight(new) > 0)
+        return await self.fleet.bring_up(new, in_use=self.aliases.is_needed(new))
 
     def _note_failure(
         self, new: Route, before: int | None, change: Change, error: StepError
@@ -116,31 +124,45 @@ class Swapper:
                 self.aliases.point(old)
             else:
                 self.aliases.forget(new.agent)
-            self._start_retiring(new)
+            self.aliases.leases.drop(new.agent, version=new.version)
+            self.start_retiring(new)
             raise
 
-    def _start_retiring(self, route: Route) -> asyncio.Task[bool]:
+    def start_retiring(self, route: Route) -> asyncio.Task[bool]:
+        """Give the version to no new episode, and unload it when nobody has it any more."""
         self.aliases.retire(route)
-        task = asyncio.create_task(self._unload_when_idle(route))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        task = self._retiring.get(route)
+        if task is None or task.done():
+            task = self._retiring[route] = asyncio.create_task(self._unload_when_idle(route))
+            task.add_done_callback(lambda done: self._forget(route, done))
         return task
 
-    async def _retire(self, old: Route) -> bool:
-        """Whether ``old`` was unloaded within the wait; it is unloaded later otherwise."""
-        task = self._start_retiring(old)
-        done, _ = await asyncio.wait({task}, timeout=self._wait_for_drain_s)
+    def _forget(self, route: Route, task: asyncio.Task[bool]) -> None:
+        if self._retiring.get(route) is task:
+            del self._retiring[route]
+
+    async def retire(self, route: Route) -> bool:
+        """Whether it was unloaded within the wait; it is unloaded later otherwise.
+
+        Episodes may keep it for long, so those are not waited for.
+        """
+        task = self.start_retiring(route)
+        wait_s = 0.0 if self.aliases.leased(route) else self._wait_for_drain_s
+        done, _ = await asyncio.wait({task}, timeout=wait_s)
         return bool(done) and task.result()
 
     async def _unload_when_idle(self, route: Route) -> bool:
-        await self.aliases.drained(route)
-        async with self._lock:
-            if not self.aliases.is_retired(route):
-                return False  # it was swapped back meanwhile
-            self.aliases.remove(route)
-            try:
-                await self.fleet.unload(route)
-            except MarftError as error:
-                _log.warning("could not unload %s: %s", route.name, error)
-                return False
-            return True
+        while True:
+            await self.aliases.drained(route)
+            async with self._lock:
+                if not self.aliases.is_retired(route):
+                    return False  # it was swapped back meanwhile
+                if self.aliases.is_needed(route):
+                    continue  # it was swapped back, used, and swapped away again meanwhile
+                self.aliases.remove(route)
+                try:
+                    await self.fleet.unload(route)
+                except MarftError as error:
+                    _log.warning("could not unload %s: %s", route.name, error)
+                    return False
+                return True
