@@ -5,18 +5,19 @@ Invariant: whatever goes wrong is an answer in the wire format of OpenAI clients
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, cast
 
 import anyio
-import httpx
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.upstream import Answer, WhileThere
 
 
 class Relay(StreamingResponse):
@@ -28,13 +29,15 @@ class Relay(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientDisconnect):
+                async with WhileThere(receive):
+                    await self.stream_response(send)
         finally:
             with anyio.CancelScope(shield=True):
                 await self._on_close()
 
 
-def is_stream(response: httpx.Response) -> bool:
+def is_stream(response: Answer) -> bool:
     """Whether the engine answers with an event stream."""
     return response.headers.get("content-type", "").startswith("text/event-stream")
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -39,6 +38,7 @@ from marft_agents.serving.refusals import Refusal, read_limited
 from marft_agents.serving.replica import Replica
 from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
 from marft_agents.serving.swap import Swapper
+from marft_agents.serving.upstream import Answer
 
 _log = logging.getLogger(__name__)
 MAX_BODY = 32 * 1024 * 1024
@@ -236,9 +236,7 @@ class Gateway:
             message = f"no agent {asked!r} is served here; use one of the agents: {known}"
         raise Refusal(404, message, code="model_not_found")
 
-    async def _send(
-        self, request: Request, path: str, body: bytes, passage: Passage
-    ) -> httpx.Response:
+    async def _send(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
         upstream = passage.replica.upstream
         response = await upstream.post(path, body, request)
         if response.status_code == 404:
@@ -269,7 +267,7 @@ class Gateway:
             self._restoring[key] = task
             task.add_done_callback(lambda _: self._restoring.pop(key, None))
 
-    def _headers(self, response: httpx.Response, route: Route) -> dict[str, str]:
+    def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
         headers["X-Marft-Adapter"] = route.name
         if self.settings.logprobs_mode is not None:
@@ -280,7 +278,7 @@ class Gateway:
 
     def _relay(
         self,
-        response: httpx.Response,
+        response: Answer,
         passage: Passage,
         asked: str,
         headers: dict[str, str],

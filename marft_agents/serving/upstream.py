@@ -8,23 +8,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from typing import Any, TypeVar
+import io
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from types import TracebackType
+from typing import Any
 
-import httpx
+import aiohttp
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+from yarl import URL
 
 from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.refusals import Refusal
 
-_T = TypeVar("_T")
 _FAILURES_UNTIL_UNWELL = 3
-_PASSED_ON = ("accept", "content-type", "x-request-id", "traceparent", "tracestate")
+_PASSED_ON = frozenset({b"accept", b"x-request-id", b"traceparent", b"tracestate"})
+_OWN = {"content-type": "application/json", "accept-encoding": "identity"}
+_LARGE = 1 << 20
+"""Bytes of a body that are better not handed to the connection in one piece."""
+_ASK = aiohttp.ClientTimeout(total=5.0)
 
 
 def _never_dead() -> str | None:
     return None
+
+
+class Answer:
+    """What the engine answered; the body is still to be read, and the answer to be closed."""
+
+    __slots__ = ("_response", "headers", "status_code")
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.status_code = response.status
+        self.headers: Mapping[str, str] = response.headers
+        """Names in any case."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole body has arrived."""
+        return self._response.content.is_eof()
+
+    async def read(self) -> bytes:
+        return await self._response.read()
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._response.content.iter_any()
+
+    async def aclose(self) -> None:
+        """Let go of it; an answer that is not over ends here for the engine, too."""
+        self._response.close()
 
 
 class Upstream:
@@ -48,25 +82,36 @@ class Upstream:
         self.url = root_url(url)
         self.death = death
         self._failures = 0
-        self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(read_timeout_s, connect=5.0, pool=None),
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=32, keepalive_expiry=KEEPALIVE_S
-            ),
-            trust_env=False,
-            verify=tls(),
+        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=5.0, sock_read=read_timeout_s
         )
+        self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:  # belongs to the loop that it is made in
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls())
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=self._key,
+                timeout=self._timeout,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
 
     async def close(self) -> None:
-        await self._http.aclose()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     def require_alive(self) -> None:
         """Refuse with 503 when the engine's process is gone."""
         if reason := self.death():
             raise Refusal(503, f"the engine behind this server is gone: {reason}")
 
-    async def post(self, path: str, body: bytes, request: Request) -> httpx.Response:
+    async def post(self, path: str, body: bytes, request: Request) -> Answer:
         """Send a request on; the answer's body is still to be read and closed.
 
         Raises:
@@ -74,15 +119,19 @@ class Upstream:
             Refusal: when the engine is gone, unreachable or too slow.
         """
         self.require_alive()
-        headers = {k: request.headers[k] for k in _PASSED_ON if k in request.headers}
-        headers |= {"content-type": "application/json", "accept-encoding": "identity"}
-        sent = self._http.build_request("POST", self.url + path, content=body, headers=headers)
+        given: list[tuple[bytes, bytes]] = request.scope["headers"]
+        passed = {k.decode(): v.decode("latin-1") for k, v in given if k in _PASSED_ON}
+        url = self._urls.get(path) or self._urls.setdefault(path, URL(self.url + path))
+        data: Any = body if len(body) < _LARGE else io.BytesIO(body)
         with self._refusals():
-            response = await unless_gone(request, self._http.send(sent, stream=True))
-        self._failures = self._failures + 1 if response.status_code >= 500 else 0
-        return response
+            async with WhileThere(request.receive):
+                response = await self._http.post(
+                    url, data=data, headers=passed | _OWN, allow_redirects=False
+                )
+        self._failures = self._failures + 1 if response.status >= 500 else 0
+        return Answer(response)
 
-    async def read(self, response: httpx.Response, request: Request) -> bytes:
+    async def read(self, answer: Answer, request: Request) -> bytes:
         """The whole body of an answer.
 
         Raises:
@@ -90,21 +139,23 @@ class Upstream:
             Refusal: when the engine broke off.
         """
         with self._refusals():
-            return await unless_gone(request, response.aread())
+            if answer.complete:
+                return await answer.read()
+            async with WhileThere(request.receive):
+                return await answer.read()
 
     @contextlib.contextmanager
     def _refusals(self) -> Generator[None]:
         try:
             yield
-        except httpx.TimeoutException as error:
+        except TimeoutError as error:
             self._failures += 1
             raise Refusal(504, "the engine gave no answer in time") from error
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             self._failures += 1
             self.require_alive()
-            reason = str(error) or type(error).__name__
             raise Refusal(
-                503, f"the engine behind this server cannot be reached ({reason})"
+                503, f"the engine behind this server cannot be reached ({_reason(error)})"
             ) from error
 
     async def problem(self) -> str | None:
@@ -114,51 +165,74 @@ class Upstream:
         if self._failures >= _FAILURES_UNTIL_UNWELL:
             return f"the engine failed the last {self._failures} requests"
         try:
-            answer = await self._http.get(f"{self.url}/health", timeout=5.0)
-        except httpx.HTTPError as error:
-            return f"the engine cannot be reached ({str(error) or type(error).__name__})"
-        if not answer.is_success:
-            return f"the engine says it is not well (status {answer.status_code})"
-        return None
+            async with self._http.get(f"{self.url}/health", timeout=_ASK) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            return f"the engine cannot be reached ({_reason(error)})"
+        return None if 200 <= status < 300 else f"the engine says it is not well (status {status})"
 
     async def model_names(self) -> set[str]:
         """Names that the engine lists; empty when it cannot be asked."""
         try:
-            answer = await self._http.get(f"{self.url}/v1/models", timeout=5.0)
-            return {str(entry["id"]) for entry in answer.json()["data"]}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            async with self._http.get(f"{self.url}/v1/models", timeout=_ASK) as answer:
+                listed: Any = await answer.json(content_type=None)
+            return {str(entry["id"]) for entry in listed["data"]}
+        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
             return set()
 
-    async def stream(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """Raw chunks as they come.
+    async def stream(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Chunks as they come.
 
         Raises:
             Refusal: when the engine broke off before the end.
         """
         with self._refusals():
-            async for chunk in response.aiter_raw():
+            async for chunk in answer.chunks():
                 yield chunk
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work``, but cancel it when the client disconnects first.
+class WhileThere:
+    """A block that is cancelled when the client disconnects, and then ends with ClientDisconnect.
 
-    Raises:
-        ClientDisconnect: in that case.
+    It watches in one task beside the block's own, as ``asyncio.timeout`` does with a timer. The
+    request's body must have been read.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for future in (task, watch):
-            future.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+
+    __slots__ = ("_cancels", "_left", "_receive", "_task", "_watch")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._cancels = task, task.cancelling()
+        self._watch = asyncio.ensure_future(_gone(self._receive))
+        self._watch.add_done_callback(self._over)
+
+    def _over(self, watch: asyncio.Future[None]) -> None:
+        if not watch.cancelled() and watch.exception() is None:
+            self._left = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.remove_done_callback(self._over)
+        self._watch.cancel()
+        cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        if self._left and self._task.uncancel() <= self._cancels and cancelled:
+            raise ClientDisconnect from error
