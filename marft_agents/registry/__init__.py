@@ -9,6 +9,7 @@ from marft_agents.registry.base import (
     resolve_model_dir,
     weight_sizes,
 )
+from marft_agents.registry.canary import Bounds, CanaryPlan
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import AdapterFacts, inspect_adapter, read_adapter_config
 from marft_agents.registry.limits import (
@@ -29,6 +30,8 @@ __all__ = [
     "DEFAULT_RANK",
     "DEFAULT_TARGET_MODULES",
     "AdapterFacts",
+    "Bounds",
+    "CanaryPlan",
     "Change",
     "Registry",
     "allowed_max_rank",

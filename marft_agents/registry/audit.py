@@ -18,7 +18,8 @@ from typing import Any, Literal, cast
 
 from marft_agents.registry import durable
 
-Action = Literal["publish", "promote", "rollback", "found", "pin", "unpin", "prune"]
+CanaryAction = Literal["canary", "canary-passed", "canary-stop", "canary-rollback"]
+Action = Literal["publish", "promote", "rollback", "found", "pin", "unpin", "prune"] | CanaryAction
 DONE = "done"
 
 
@@ -40,7 +41,7 @@ class Change:
     action: Literal["promote", "rollback"] = "promote"
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
     force: bool = False
-    """Also away from a pinned version; the pin is taken off then."""
+    """Also away from a pinned version, whose pin is taken off, and although there is a canary."""
 
 
 class AuditLog:

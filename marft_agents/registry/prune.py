@@ -1,8 +1,9 @@
 """Delete old versions that nothing needs.
 
 Invariant: a version goes by one rename to a dot name, under the registry's lock, with its line in
-the trail; only then are files deleted. What is in use, was in use before, is pinned, is the parent
-of the one in use, or is loaded in a server never goes. An interrupted run is finished by the next.
+the trail; only then are files deleted. What is in use, was in use before, is pinned, is a canary,
+is the parent of the one in use, or is loaded in a server (which leases and requests keep it) never
+goes. An interrupted run is finished by the next.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ def survey(
     with suppress(AdapterError):
         parent = registry.manifest(agent, now).parent
     versions = registry.versions(agent)
+    canary = registry.canary(agent)
     reasons = {
         "in use": {now},
         "pinned": {registry.pinned(agent)},
+        "a canary": {canary and canary.version},
         "in use before": {registry.previous(agent)},
         "parent of the one in use": {parent},
         "loaded in the server": set(loaded),

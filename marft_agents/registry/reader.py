@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from marft_agents.errors import AdapterError, RegistryError
 from marft_agents.registry import durable
 from marft_agents.registry.audit import AuditLog, in_use
+from marft_agents.registry.canary import CANARY_FILE, CanaryPlan, read_canary
 from marft_agents.schema import AdapterManifest, adapter_slug
 
 MANIFEST_FILE = "manifest.json"
@@ -83,6 +84,23 @@ class RegistryReader:
             RegistryError: when ``PINNED`` is unreadable or names a version that is gone.
         """
         return self._pointer(agent, PINNED_FILE)
+
+    def canary(self, agent: str) -> CanaryPlan | None:
+        """The version that gets a share of the episodes beside the one in use; mostly ``None``.
+
+        Raises:
+            RegistryError: when ``CANARY`` is unreadable or names a version that is gone.
+        """
+        slug = adapter_slug(agent)
+        plan = read_canary(self._folder(slug) / CANARY_FILE)
+        if plan is None or plan.version == self._current_or_none(slug):
+            return None
+        if plan.version not in self.versions(slug):
+            raise RegistryError(
+                f"{self._folder(slug) / CANARY_FILE} names version {plan.version}, which is gone;"
+                f" marft-agents adapters canary {slug} --stop takes it away"
+            )
+        return plan
 
     def history(self, agent: str) -> list[int]:
         """Versions in use, oldest first, that are still there; a rollback walks back through them.
@@ -183,8 +201,12 @@ class RegistryReader:
         """Every readable line of ``audit.jsonl`` (about one agent), oldest first."""
         return self._audit.entries(agent)
 
-    def require_movable(self, agent: str, version: int, *, force: bool = False) -> None:
-        """Refuse to move away from a pinned version.
+    def require_movable(
+        self, agent: str, version: int, *, force: bool = False, back: bool = False
+    ) -> None:
+        """Refuse to move away from a pinned version, or to another one than the canary.
+
+        A canary is no reason against going ``back``; the version in use may always be asked for.
 
         Raises:
             RegistryError: saying how to do it all the same.
@@ -195,6 +217,15 @@ class RegistryReader:
             raise RegistryError(
                 f"agent {slug!r} is pinned to version {pinned}; take the pin off (marft-agents"
                 f" adapters pin {slug} --remove), or go to version {version} with --force"
+            )
+        if force or back or version == self.current(slug):
+            return
+        canary = self.canary(slug)
+        if canary is not None and canary.version != version:
+            raise RegistryError(
+                f"version {canary.version} of agent {slug!r} is a canary; end that first"
+                f" (marft-agents adapters canary {slug} --stop), or go to version {version} with"
+                " --force, which ends it"
             )
 
     def _folder(self, agent: str) -> Path:

@@ -2,7 +2,8 @@
 
 Invariant: ``<root>/<agent>/v0007/`` appears whole, by one rename, and is never changed or reused
 afterwards. ``CURRENT`` names the version in use and is replaced in one step, by one process at a
-time; ``PINNED``, where there is one, names the version that it is not moved away from.
+time; ``PINNED``, where there is one, names the version that it is not moved away from, and
+``CANARY`` the one that a share of the episodes gets; both are moved or ended by the same hand.
 ``audit.jsonl`` says who changed what, when, and on which evidence: every move of ``CURRENT`` is in
 it once. A crash at any point leaves at most dot files, which readers ignore; the next change of
 that agent makes up for a line that a crash kept from being written.
@@ -25,7 +26,8 @@ from typing import Any
 
 from marft_agents.errors import AdapterError, RegistryError
 from marft_agents.registry import durable, locks
-from marft_agents.registry.audit import Action, Change, in_use
+from marft_agents.registry.audit import Action, CanaryAction, Change, in_use
+from marft_agents.registry.canary import CANARY_FILE, CanaryPlan
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import (
     CONFIG_FILE,
@@ -165,6 +167,11 @@ class Registry(RegistryReader):
                 raise RegistryError(f"agent {agent!r} has no version in use; promote one first")
             if version not in (None, now):
                 raise RegistryError(f"agent {agent!r} is at version {now} by now; pin it again")
+            if (canary := self.canary(slug)) is not None:
+                raise RegistryError(
+                    f"version {canary.version} of agent {slug!r} is a canary; end that first:"
+                    f" marft-agents adapters canary {slug} --stop"
+                )
             was = self.pinned(slug)
             if was != now:
                 self._pin(slug, "pin", was, now, change or Change())
@@ -180,6 +187,57 @@ class Registry(RegistryReader):
             if was is not None:
                 self._pin(slug, "unpin", was, None, change or Change())
         return was
+
+    def set_canary(
+        self, agent: str, plan: CanaryPlan, change: Change, *, action: CanaryAction = "canary"
+    ) -> None:
+        """Note that a version gets a share of the episodes, or that its plan is another now.
+
+        Raises:
+            RegistryError: when it is in use already or there is no such version; for another
+                canary's; when the agent is pinned and nobody forces it.
+        """
+        slug = adapter_slug(agent)
+        self.require_canary(slug, plan, force=change.force)
+        with self.changing(slug):
+            self.require_canary(slug, plan, force=change.force)
+            path = self.root / slug / CANARY_FILE
+            with durable.restored_on_error(path):
+                durable.replace_file(path, plan.model_dump_json(indent=2).encode() + b"\n")
+                told = replace(change, evidence={**plan.told(), **change.evidence})
+                self.note(action, slug, self.current(slug), plan.version, told)
+
+    def require_canary(self, agent: str, plan: CanaryPlan, *, force: bool = False) -> None:
+        """Refuse what :meth:`set_canary` would.
+
+        Raises:
+            RegistryError: see there.
+        """
+        slug = adapter_slug(agent)
+        self.path(slug, plan.version)
+        running, pinned = self.canary(slug), self.pinned(slug)
+        if self.current(slug) == plan.version:
+            raise RegistryError(f"{slug}@v{plan.version} is in use: it answers every episode")
+        if running is not None and running.version != plan.version:
+            raise RegistryError(
+                f"version {running.version} of agent {slug!r} is a canary already; end that first:"
+                f" marft-agents adapters canary {slug} --stop"
+            )
+        if pinned is not None and (not force or plan.then == "promote"):
+            how = "or leave out --then promote" if force else "or use --force, which leaves it on"
+            raise RegistryError(
+                f"agent {slug!r} is pinned to version {pinned}; take the pin off (marft-agents"
+                f" adapters pin {slug} --remove), {how}"
+            )
+
+    def end_canary(
+        self, agent: str, change: Change, *, action: CanaryAction = "canary-stop"
+    ) -> int | None:
+        """Take ``CANARY`` away, also an unreadable one; the version, as far as it is known."""
+        slug = adapter_slug(agent)
+        self.path(slug, next(iter(self.versions(slug)), 1))
+        with self.changing(slug):
+            return self._end_canary(slug, change, action)
 
     @contextlib.contextmanager
     def changing(self, agent: str) -> Generator[None]:
@@ -293,10 +351,15 @@ class Registry(RegistryReader):
         before = self.current(slug)
         if before == version:
             return before
-        self.require_movable(slug, version, force=change.force)
+        back = change.action == "rollback"
+        self.require_movable(slug, version, force=change.force, back=back)
         pinned = self.pinned(slug) if change.force else None
         if pinned not in (None, version):
             change = replace(change, evidence={**change.evidence, "unpinned": pinned})
+        canary = self._canary_or_none(slug)
+        if canary is None or canary.version != version:
+            why = {"reason": f"{slug} goes to version {version}"}
+            self._end_canary(slug, replace(change, evidence=why))
         entry = self._audit.entry(change.action, slug, before, version, version, change)
         moving, pointer = (self.root / slug / name for name in (_MOVING_FILE, CURRENT_FILE))
         try:
@@ -308,7 +371,26 @@ class Registry(RegistryReader):
             moving.unlink(missing_ok=True)
         if pinned not in (None, version):
             (self.root / slug / PINNED_FILE).unlink()
+        with contextlib.suppress(OSError):  # a canary that is in use by now is none, to any reader
+            (self.root / slug / CANARY_FILE).unlink(missing_ok=True)
         return before
+
+    def _canary_or_none(self, slug: str) -> CanaryPlan | None:
+        with contextlib.suppress(RegistryError):
+            return self.canary(slug)
+        return None
+
+    def _end_canary(
+        self, slug: str, change: Change, action: CanaryAction = "canary-stop"
+    ) -> int | None:
+        path, plan = self.root / slug / CANARY_FILE, self._canary_or_none(slug)
+        if not path.exists():
+            return None
+        version = plan and plan.version
+        with durable.restored_on_error(path):
+            path.unlink()
+            self.note(action, slug, version, self._current_or_none(slug), change)
+        return version
 
     def _pin(
         self, slug: str, action: Action, was: int | None, now: int | None, change: Change

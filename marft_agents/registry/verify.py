@@ -23,7 +23,7 @@ _UNHASHED = {MANIFEST_FILE, "README.md"}
 
 def check_agent(registry: RegistryReader, agent: str) -> Iterator[str]:
     """What is wrong with an agent's pointers."""
-    for read in (registry.current, registry.pinned):
+    for read in (registry.current, registry.pinned, registry.canary):
         try:
             read(agent)
         except RegistryError as error:

@@ -61,7 +61,9 @@ class Swapper:
             old = Route(slug, before) if before is not None else None
             try:
                 with step(new.name, "check"):
-                    self.fleet.registry.require_movable(slug, version, force=change.force)
+                    self.fleet.registry.require_movable(
+                        slug, version, force=change.force, back=change.action == "rollback"
+                    )
                 report = await self._bring_up(new, old)
                 change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
                 if old != new:
