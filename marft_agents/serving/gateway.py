@@ -39,6 +39,7 @@ from marft_agents.serving.replica import Replica
 from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Answer
+from marft_agents.serving.usage import StreamUsage, own_usage
 
 _log = logging.getLogger(__name__)
 MAX_BODY = 32 * 1024 * 1024
@@ -192,7 +193,8 @@ class Gateway:
         )
         handed_over = False
         try:
-            sent = json.dumps(watch.outgoing(body) | {"model": route.name}).encode()
+            own = own_usage(body)
+            sent = json.dumps(watch.outgoing(body) | {"model": route.name} | own).encode()
             response = await self._send(request, path, sent, passage)
             passage.status = response.status_code
             headers = self._headers(response, route)
@@ -201,7 +203,8 @@ class Gateway:
             try:
                 if is_stream(response):
                     handed_over = passage.streamed = True
-                    return self._relay(response, passage, str(asked), headers, watch)
+                    usage = StreamUsage(passage.counted, ours=bool(own))
+                    return self._relay(response, passage, str(asked), headers, watch, usage)
                 content = await replica.upstream.read(response, request)
             finally:
                 if not handed_over:
@@ -209,10 +212,13 @@ class Gateway:
             passage.saw(content)
             watch.feed(content)
             watch.over()
-            content = rewrite_json(content, route.name, str(asked), watch.hidden)
+            content = rewrite_json(content, route.name, str(asked), watch.hidden, passage.counted)
             return Response(content, response.status_code, headers=headers)
         except Refusal as refusal:
             passage.status, passage.problem = refusal.status, refusal.message
+            raise
+        except ClientDisconnect:
+            passage.left = True
             raise
         finally:
             if not handed_over:
@@ -283,7 +289,10 @@ class Gateway:
         asked: str,
         headers: dict[str, str],
         watch: Watch,
+        usage: StreamUsage,
     ) -> Response:
+        passage.left = True  # until the last chunk went out
+
         async def seen() -> AsyncIterator[bytes]:
             async for chunk in passage.replica.upstream.stream(response):
                 passage.saw(chunk)
@@ -292,10 +301,12 @@ class Gateway:
         async def chunks() -> AsyncIterator[bytes]:
             try:
                 raw = watch.tee(seen())
-                async for chunk in rewrite_stream(raw, passage.route.name, asked, watch.hidden):
+                name = passage.route.name
+                async for chunk in rewrite_stream(raw, name, asked, watch.hidden, usage):
                     yield chunk
+                passage.left = False
             except Refusal as refusal:
-                passage.problem = refusal.message
+                passage.problem, passage.left = refusal.message, False
                 watch.over(refusal.message)
                 # The status is out; an error event keeps this from looking like a whole reply.
                 yield b"data: " + bytes(refusal.response().body) + b"\n\n"

@@ -68,6 +68,8 @@ class FakeEngine:
     seen: list[Seen] = field(default_factory=list[Seen])
     events: list[str] = field(default_factory=list[str])
     chunks: int = 4
+    fingerprint: str | None = None
+    """When set, JSON is written and marked as vLLM does it: at the end of what ends a reply."""
     gate: threading.Semaphore | None = None
     """When set, every chunk of a stream and every whole reply waits for one permit."""
     replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -245,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
             "id": self._id(),
             "model": model,
             "choices": choices,
-            "usage": {"completion_tokens": 3 * n},
+            "usage": {"prompt_tokens": 2, "completion_tokens": 3 * n},
             "prompt_token_ids": [1, 2] if body.get("return_token_ids") else None,
         }
 
@@ -287,12 +289,21 @@ class _Handler(BaseHTTPRequestHandler):
             if fake.gate is not None:
                 self._wait_or_leave()
             for chunk in self._chunks(body, i):
-                data = {"id": name, "model": model} | chunk
-                self._write(f"data: {json.dumps(data)}\n\n".encode())
+                self._event({"id": name, "model": model} | chunk)
             fake.started.set()
+        if _usage_asked(body):
+            usage = {"prompt_tokens": 2, "completion_tokens": fake.chunks + 1}
+            self._event({"id": name, "model": model, "choices": [], "usage": usage} | self._print())
         self._write(b"data: [DONE]\n\n")
         fake.events.append(f"stream ended {model}")
         self._write(b"")
+
+    def _event(self, data: dict[str, Any]) -> None:
+        separators = (",", ":") if self.fake.fingerprint else None
+        self._write(f"data: {json.dumps(data, separators=separators)}\n\n".encode())
+
+    def _print(self) -> dict[str, Any]:
+        return {"system_fingerprint": self.fake.fingerprint} if self.fake.fingerprint else {}
 
     def _write(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -310,8 +321,16 @@ class _Handler(BaseHTTPRequestHandler):
             out.append({"choices": [bare]})
         ended = "stop" if i == self.fake.chunks - 1 else None
         choice = {"index": 0, "delta": {"content": f"w{i} "}, "finish_reason": ended}
-        out.append({"choices": [choice | _tokens(body, [i])]})
+        last: dict[str, Any] = {"choices": [choice | _tokens(body, [i])]}
+        out.append(last | (self._print() if ended and not _usage_asked(body) else {}))
+        if (body.get("stream_options") or {}).get("continuous_usage_stats") and _usage_asked(body):
+            for chunk in out:
+                chunk["usage"] = {"prompt_tokens": 2, "completion_tokens": i + 1}
         return out
+
+
+def _usage_asked(body: dict[str, Any]) -> bool:
+    return bool((body.get("stream_options") or {}).get("include_usage"))
 
 
 def _tokens(body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
