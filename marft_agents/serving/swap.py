@@ -1,8 +1,9 @@
 """Move an agent to another version while requests run.
 
-Invariant: check, load, probe, then move the alias, then write ``CURRENT``; the old version is
-taken out only when its last request has ended and no episode keeps it. Whatever fails, the agent
-keeps answering from a version that was probed, and the alias and ``CURRENT`` agree.
+Invariant: check, load and probe on every replica that takes traffic, write ``CURRENT``, then move
+the alias; the old version is taken out only when its last request has ended and no episode keeps
+it. Whatever fails, the agent keeps answering from the old version, nobody sees the new one, and the
+alias and ``CURRENT`` agree. A swap goes on to its end when whoever asked for it has left.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
-from marft_agents.errors import MarftError
+from marft_agents.errors import MarftError, SwapError
 from marft_agents.registry import Change
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.keeper import Keeper
 from marft_agents.serving.loader import StepError, step
 from marft_agents.serving.probe import ProbeReport
-from marft_agents.serving.replica import Replica
+from marft_agents.serving.threads import in_thread
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_DRAIN_S = 2.0
@@ -37,6 +40,8 @@ class Swapper:
         self._wait_for_drain_s = wait_for_drain_s
         self._lock = asyncio.Lock()
         self._retiring: dict[Route, asyncio.Task[bool]] = {}
+        self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
+        self.keeper = Keeper(aliases, self._lock)
 
     async def swap(
         self, agent: str, version: int, change: Change | None = None, *, now: bool = False
@@ -53,9 +58,23 @@ class Swapper:
 
         Raises:
             StepError: naming the step that failed and what still serves.
+            Refusal: while the server is being stopped.
         """
-        slug = adapter_slug(agent)
-        new, change = Route(slug, version), change or Change()
+        self.fleet.require_taking()
+        new = Route(adapter_slug(agent), version)
+        task = asyncio.create_task(self._swap(new, change or Change(), now=now))
+        self._swaps.add(task)
+        task.add_done_callback(self._over)
+        return await asyncio.shield(task)
+
+    def _over(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._swaps.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may have left
+
+    async def _swap(self, new: Route, change: Change, *, now: bool) -> dict[str, Any]:
+        slug, version = new.agent, new.version
+        await self._await_room(new)
         async with self._lock:
             before = self.aliases.current(slug)
             old = Route(slug, before) if before is not None else None
@@ -67,11 +86,11 @@ class Swapper:
                 report = await self._bring_up(new, old)
                 change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
                 if old != new:
-                    await self._move(new, old, change)
+                    await self._move(new, change)
                 else:  # somebody may have moved CURRENT without telling this server
                     await self._record(new, change)
             except StepError as error:
-                await asyncio.to_thread(self._note_failure, new, before, change, error)
+                await in_thread(self._note_failure, new, before, change, error)
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
@@ -87,23 +106,38 @@ class Swapper:
             "moved": moved,
         }
 
-    async def restore(self, route: Route, replica: Replica) -> bool:
-        """Load a served version again that a replica has lost; False when it has it.
-
-        Raises:
-            MarftError: when the engine cannot be asked, or refuses.
-        """
-        async with self._lock:
-            restored = await self.fleet.restore(route, replica)
-            if restored:
-                _log.warning("%s had lost %s; it was loaded again", replica.name, route.name)
-            return restored
-
     async def _bring_up(self, new: Route, old: Route | None) -> ProbeReport:
         if new == old:
             # A failed probe must not unload what serves, so this asks without loading.
             return await self.fleet.probe_again(new)
+        with step(new.name, "check"):
+            self._require_room(new)
         return await self.fleet.bring_up(new, in_use=self.aliases.is_needed(new))
+
+    def _has_room(self, new: Route) -> bool:
+        slots, kept = self.fleet.limits.slots, self.aliases.kept()
+        return slots is None or new in kept or len(kept) < slots
+
+    async def _await_room(self, new: Route) -> None:
+        """Let versions that are about to go do so first."""
+        until = time.monotonic() + self._wait_for_drain_s
+        while self._retiring and not self._has_room(new) and time.monotonic() < until:
+            await asyncio.wait(
+                self._retiring.values(),
+                timeout=until - time.monotonic(),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+
+    def _require_room(self, new: Route) -> None:
+        if self._has_room(new):
+            return
+        kept = self.aliases.kept()
+        told = ", ".join(f"{route.name} ({why})" for route, why in kept.items())
+        raise SwapError(
+            f"the engine keeps {self.fleet.limits.slots} adapters and has {len(kept)}: {told};"
+            f" {new.name} would be one more; wait until one of them is not needed any more, or"
+            " restart serve with more: --max-cpu-loras"
+        )
 
     def _note_failure(
         self, new: Route, before: int | None, change: Change, error: StepError
@@ -115,20 +149,15 @@ class Swapper:
 
     async def _record(self, new: Route, change: Change) -> None:
         with step(new.name, "record"):
-            await asyncio.to_thread(self.fleet.registry.move, new.agent, new.version, change)
+            await in_thread(self.fleet.registry.move, new.agent, new.version, change)
 
-    async def _move(self, new: Route, old: Route | None, change: Change) -> None:
-        self.aliases.point(new)
+    async def _move(self, new: Route, change: Change) -> None:
         try:
             await self._record(new, change)
         except StepError:
-            if old is not None:
-                self.aliases.point(old)
-            else:
-                self.aliases.forget(new.agent)
-            self.aliases.leases.drop(new.agent, version=new.version)
             self.start_retiring(new)
             raise
+        self.aliases.point(new)
 
     def start_retiring(self, route: Route) -> asyncio.Task[bool]:
         """Give the version to no new episode, and unload it when nobody has it any more."""
@@ -162,9 +191,7 @@ class Swapper:
                 if self.aliases.is_needed(route):
                     continue  # it was swapped back, used, and swapped away again meanwhile
                 self.aliases.remove(route)
-                try:
-                    await self.fleet.unload(route)
-                except MarftError as error:
-                    _log.warning("could not unload %s: %s", route.name, error)
-                    return False
-                return True
+                failed = await self.fleet.unload(route)
+                for name, reason in failed.items():
+                    _log.warning("could not unload %s from %s: %s", route.name, name, reason)
+                return not failed
