@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,9 @@ class Swapper:
 
     async def _swap(self, new: Route, change: Change, *, now: bool) -> dict[str, Any]:
         slug, version = new.agent, new.version
+        moving = now or change.action == "rollback"
+        if moving and not self._has_room(new):  # what episodes keep must not hold up a rollback
+            self.aliases.leases.drop(slug, but=self.aliases.current(slug))
         await self._await_room(new)
         async with self._lock:
             before = self.aliases.current(slug)
@@ -94,7 +98,7 @@ class Swapper:
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
-            moved = self.aliases.move_over(new) if now or change.action == "rollback" else 0
+            moved = self.aliases.move_over(new) if moving else 0
         replaced = old if old != new else None
         return {
             "agent": slug,
@@ -105,6 +109,25 @@ class Swapper:
             "leases": self.aliases.leased(replaced) if replaced is not None else 0,
             "moved": moved,
         }
+
+    @contextlib.asynccontextmanager
+    async def beside(self, route: Route) -> AsyncGenerator[ProbeReport]:
+        """Check, load and probe a version beside the one in use; the block says what it is for.
+
+        A version that nobody needs after the block is unloaded.
+
+        Raises:
+            StepError: naming the step that failed.
+            Refusal: while the server is being stopped.
+        """
+        self.fleet.require_taking()
+        await self._await_room(route)
+        async with self._lock:
+            try:
+                yield await self._bring_up(route, None)
+            finally:
+                if not self.aliases.is_needed(route):
+                    self.start_retiring(route)
 
     async def _bring_up(self, new: Route, old: Route | None) -> ProbeReport:
         if new == old:
