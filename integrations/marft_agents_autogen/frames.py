@@ -7,9 +7,9 @@ foreign context, so the context alone decides only where AutoGen names no team t
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,35 @@ class _Place:
 
     frame: Frame | None
     below: _Place | None
+
+
+class _Entered:
+    """A frame entered once. A class, because every item that an app waits for passes a few."""
+
+    __slots__ = ("_active", "_frame", "_place", "_speaking", "_token")
+
+    def __init__(self, frame: Frame, place: _Place) -> None:
+        self._frame = frame
+        self._place = place
+
+    def __enter__(self) -> None:
+        frame = self._frame
+        self._token: Token[_Place | None] = _PLACE.set(self._place)
+        self._active = self._speaking = None
+        episode, seat = frame.episode, frame.seat
+        if not episode.closed and seat.recorder.current() is not episode:
+            self._active = episode.active()
+            self._active.__enter__()
+        if seat.own_sdk:
+            self._speaking = frame.speaker().current()
+            self._speaking.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._speaking is not None:
+            self._speaking.__exit__(None, None, None)
+        if self._active is not None:
+            self._active.__exit__(None, None, None)
+        _PLACE.reset(self._token)
 
 
 class Frame:
@@ -58,17 +87,9 @@ class Frame:
     def team_run(self) -> Run | None:
         return self.below.team_run if self.below else None
 
-    @contextmanager
-    def entered(self) -> Generator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Code inside belongs here; never to be held across a ``yield`` to the app."""
-        with ExitStack() as stack:
-            token = _PLACE.set(self._place)
-            stack.callback(_PLACE.reset, token)
-            if self.seat.recorder.current() is not self.episode and not self.episode.closed:
-                stack.enter_context(self.episode.active())
-            if self.seat.own_sdk:
-                stack.enter_context(self.speaker().current())
-            yield
+        return _Entered(self, self._place)
 
     def speaker(self) -> Speaker:
         """Whose a call is that no model client announces."""

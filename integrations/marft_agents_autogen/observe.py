@@ -6,6 +6,7 @@ passes through; looking at it never changes it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from autogen_agentchat.agents import CodeExecutorAgent, UserProxyAgent
@@ -25,6 +26,25 @@ from marft_agents_autogen.compat import (
 )
 from marft_agents_autogen.frames import Run, Speech
 from marft_agents_autogen.holders import say_other_api
+
+_TELLING: tuple[type[Any], ...] = (
+    Response,
+    ToolCallRequestEvent,
+    ToolCallExecutionEvent,
+    *CODE_GENERATION,
+    *CODE_EXECUTION,
+)
+
+
+def is_telling(item: Any) -> bool:
+    """Whether ``observe`` has anything to see in an item; pieces of a stream tell nothing."""
+    return _tells(type(item))
+
+
+@functools.lru_cache(maxsize=256)
+def _tells(kind: type[Any]) -> bool:
+    """Asked per class: AutoGen's messages are abstract classes, which are slow to ask."""
+    return issubclass(kind, _TELLING)
 
 
 def observe(agent: Any, speech: Speech, item: Any) -> None:

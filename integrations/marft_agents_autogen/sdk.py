@@ -6,11 +6,14 @@ be uncaptured when it answers, not here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from autogen_core.models import ChatCompletionClient
 
+from marft_agents.recording import Claim
 from marft_agents_autogen.seats import Seat
 
 
@@ -44,5 +47,40 @@ def sdk_clients(client: Any, depth: int = 0) -> Iterator[Any]:
 
 def capture_sdk(seat: Seat, client: Any) -> None:
     """See to it that the requests of a model client are captured; asking again costs little."""
-    for sdk in sdk_clients(client):
-        seat.recorder.capture(sdk)
+    if isinstance(seat.captured, _Captured) and seat.captured.holds(client):
+        return
+    claims = [(sdk, seat.recorder.capture(sdk)) for sdk in sdk_clients(client)]
+    seat.captured = _Captured.of(client, *claims[0]) if len(claims) == 1 else None
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A client of AutoGen's own, as it was when its one SDK object was found and captured."""
+
+    client: weakref.ref[Any]
+    kinds: list[type[Any]]
+    name: str
+    sdk: weakref.ref[Any]
+    claim: Claim
+
+    @classmethod
+    def of(cls, client: Any, sdk: Any, claim: Claim) -> _Captured | None:
+        """``None`` for a client that has to be looked through each time."""
+        if not type(client).__module__.startswith("autogen_ext.models."):
+            return None
+        fields: dict[str, Any] = getattr(client, "__dict__", {})
+        name = next((name for name, value in fields.items() if value is sdk), None)
+        if name is None:
+            return None
+        kinds = list(map(type, fields.values()))
+        return cls(weakref.ref(client), kinds, name, weakref.ref(sdk), claim)
+
+    def holds(self, client: Any) -> bool:
+        """Whether all of that is so still."""
+        if self.client() is not client or self.claim not in self.claim.hook.claims:
+            return False
+        fields: dict[str, Any] = client.__dict__
+        sdk = fields.get(self.name)
+        if sdk is None or sdk is not self.sdk() or list(map(type, fields.values())) != self.kinds:
+            return False
+        return getattr(sdk._client.send, "marft_hook", None) is self.claim.hook

@@ -57,6 +57,8 @@ class Seat:
     handoffs: frozenset[str] = frozenset()
     own_sdk: bool = False
     """Whether the agent holds an openai SDK object without a model client around it."""
+    captured: object = None
+    """What ``capture_sdk`` found last."""
     open: list[Frame] = field(default_factory=list["Frame"])
     """What is going on here now."""
     delivered: weakref.WeakKeyDictionary[LiveEpisode, Delivered] = field(

@@ -7,12 +7,12 @@ speech; its frame is entered while the agent works and left whenever the app get
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from marft_agents_autogen.frames import Speech, begin_speech, episode_here, here
-from marft_agents_autogen.observe import executed, observe
+from marft_agents_autogen.observe import executed, is_telling, observe
 from marft_agents_autogen.seats import Binding, Seat, close_stream
 
 
@@ -32,22 +32,13 @@ class _Door:
         return self._speech.entered() if self._speech else nullcontext()
 
     def observe(self, item: Any) -> None:
-        if self._speech is not None:
+        if self._speech is not None and is_telling(item):
             with self._safety.guard("see what an agent does"):
                 observe(self._agent, self._speech, item)
 
     def close(self) -> None:
         if self._speech is not None and self._new:
             self._speech.close()
-
-
-@contextmanager
-def _door(agent: Any, seat: Seat, messages: Sequence[Any]) -> Generator[_Door]:
-    door = _Door(agent, seat, messages)
-    try:
-        yield door
-    finally:
-        door.close()
 
 
 def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
@@ -57,7 +48,8 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
     async def on_messages_stream(
         messages: Sequence[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        with _door(agent, seat, messages) as door:
+        door = _Door(agent, seat, messages)
+        try:
             stream = aiter(original_stream(messages, *args, **kwargs))
             try:
                 while True:
@@ -71,14 +63,19 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
             finally:
                 with door.entered():
                     await close_stream(stream)
+        finally:
+            door.close()
 
     @functools.wraps(original)
     async def on_messages(messages: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        with _door(agent, seat, messages) as door:
+        door = _Door(agent, seat, messages)
+        try:
             with door.entered():
                 response = await original(messages, *args, **kwargs)
             door.observe(response)
             return response
+        finally:
+            door.close()
 
     @functools.wraps(reset)
     async def on_reset(*args: Any, **kwargs: Any) -> Any:

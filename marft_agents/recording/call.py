@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 import uuid
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,21 @@ class Unseen:
     text: str | None = None
     tool_calls: list[JsonDict] | None = None
     cached: bool = False
+
+
+class _Current:
+    """A call as the current one; a class, because every piece of a stream passes one."""
+
+    __slots__ = ("_call", "_token")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._token: Token[Call | None] = CALL.set(self._call)
+
+    def __exit__(self, *_: object) -> None:
+        CALL.reset(self._token)
 
 
 class Call:
@@ -90,14 +105,9 @@ class Call:
             _tagged[self._tag] = self
         return self._tag
 
-    @contextmanager
-    def current(self) -> Generator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """HTTP requests made inside, in this context, belong to this call."""
-        token = CALL.set(self)
-        try:
-            yield
-        finally:
-            CALL.reset(token)
+        return _Current(self)
 
     def sends(self, exchange: Exchange) -> None:
         """An attempt goes out; what its prompt contains is decided now."""

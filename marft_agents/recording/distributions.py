@@ -6,7 +6,9 @@ other, is named where the object is wrapped, with the command that mends it; not
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,9 +31,15 @@ class KnownDistribution:
 
 def _version(name: str) -> str | None:
     try:
-        return metadata.version(name)
+        return _answered(metadata.version, name, tuple(sys.path))
     except metadata.PackageNotFoundError:
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _answered(ask: Callable[[str], str], name: str, _path: tuple[str, ...]) -> str:
+    """Looking it up takes most of a millisecond, and apps wrap a team a task."""
+    return ask(name)
 
 
 def installed_runtime(

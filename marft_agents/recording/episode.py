@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from marft_agents.recording.clean import as_text, jsonable, without_secrets
@@ -236,16 +236,29 @@ class LiveEpisode:
             return cut
         return "terminated", next((d for _, d in reversed(self._outcomes) if d), None)
 
-    @contextmanager
-    def active(self) -> Generator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Make this the current episode of its recorder in this thread or task."""
-        token = _EPISODES.set((*_EPISODES.get(), self))
+        return _Active(self)
+
+
+class _Active:
+    """An episode as the current one; a class, because integrations enter it at every step."""
+
+    __slots__ = ("_episode", "_token")
+
+    def __init__(self, episode: LiveEpisode) -> None:
+        self._episode = episode
+
+    def __enter__(self) -> None:
+        self._token: Token[tuple[LiveEpisode, ...]] = _EPISODES.set(
+            (*_EPISODES.get(), self._episode)
+        )
+
+    def __exit__(self, *_: object) -> None:
         try:
-            yield
-        finally:
-            # Left in another context, ``closed`` keeps it from being current there.
-            with suppress(ValueError):
-                _EPISODES.reset(token)
+            _EPISODES.reset(self._token)
+        except ValueError:
+            """Left in another context, where ``closed`` keeps the episode from being current."""
 
 
 _alive: weakref.WeakSet[LiveEpisode] = weakref.WeakSet()

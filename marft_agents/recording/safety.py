@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Generator, Hashable
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 from typing import TypeVar
 
 from marft_agents.recording import leaving
@@ -67,18 +68,16 @@ class Safety:
             trace = "".join(traceback.format_exception(error))
             self._log(logging.ERROR, f"marft-agents could not {what}; the app goes on\n{trace}")
 
-    @contextmanager
-    def guard(self, what: str) -> Generator[None]:
+    def guard(self, what: str) -> AbstractContextManager[None]:
         """Keep an exception of the recorder away from the app."""
-        try:
-            yield
-        except Exception as error:
-            self.failed(what, error)
+        return _Guard(self, what)
 
     def attempt(self, what: str, action: Callable[[], _T]) -> _T | None:
         """``action()``, or ``None`` where the recorder failed."""
-        with self.guard(what):
+        try:
             return action()
+        except Exception as error:
+            self.failed(what, error)
         return None
 
     def hide(self, header: str | None) -> None:
@@ -103,3 +102,27 @@ class Safety:
             new = key not in self._said
             self._said.add(key)
             return new
+
+
+class _Guard:
+    """One ``Safety.guard``; a class, because the app waits for several a call."""
+
+    __slots__ = ("_safety", "_what")
+
+    def __init__(self, safety: Safety, what: str) -> None:
+        self._safety = safety
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._safety.failed(self._what, error)
+        return True
