@@ -12,6 +12,7 @@ from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
 from marft_agents.serving.commands import EngineKind
 from marft_agents.serving.plan import ServeSettings
+from marft_agents.serving.presets import PRESET_NAMES
 from marft_agents.serving.probe import TOLERANCE
 from marft_agents.serving.server import serve
 
@@ -29,6 +30,15 @@ def _key_from(variable: str | None) -> str | None:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError(f"the key in {variable!r} has characters that no header can carry")
     return key
+
+
+def _rank(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    del context, parameter
+    if value == "auto":
+        return None
+    if not value.isdecimal():
+        raise ConfigError(f"--max-lora-rank {value}: give a number, or auto")
+    return int(value)
 
 
 def _say(line: str) -> None:
@@ -50,6 +60,33 @@ def _say(line: str) -> None:
 @click.option(
     "--engine-arg", "engine_args", multiple=True, help="Passed on to the engine; repeatable."
 )
+@click.option(
+    "--preset",
+    type=click.Choice(PRESET_NAMES),
+    default="auto",
+    show_default=True,
+    help="vLLM's options for a kind of machine; each --engine-arg wins over it.",
+)
+@click.option(
+    "--tool-calls",
+    metavar="auto|off|PARSER",
+    default="auto",
+    show_default=True,
+    help="How vLLM reads the model's tool calls.",
+)
+@click.option(
+    "--reasoning-parser",
+    metavar="auto|off|PARSER",
+    default="auto",
+    show_default=True,
+    help="How vLLM tells the model's reasoning from its answer.",
+)
+@click.option(
+    "--chat-template",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Jinja template to use instead of the model's own.",
+)
 @click.option("--server", metavar="URL", help="Use an engine that runs already.")
 @click.option("--server-key-env", metavar="NAME", help="Variable with that engine's API key.")
 @click.option(
@@ -62,10 +99,22 @@ def _say(line: str) -> None:
 @click.option("--api-key-env", metavar="NAME", help="Variable with the key clients must send.")
 @click.option(
     "--max-lora-rank",
-    type=int,
-    default=16,
+    metavar="auto|RANK",
+    default="auto",
     show_default=True,
-    help=f"Highest rank served: {' '.join(map(str, ALLOWED_MAX_RANKS))}.",
+    callback=_rank,
+    help=f"Highest rank served: {' '.join(map(str, ALLOWED_MAX_RANKS))}; auto: what the versions"
+    " in use need, 16 at least.",
+)
+@click.option(
+    "--max-loras",
+    type=click.IntRange(min=1),
+    help="Adapters in one batch; default: 2 for each agent.",
+)
+@click.option(
+    "--max-cpu-loras",
+    type=click.IntRange(min=1),
+    help="Adapters kept in main memory; default: twice --max-loras.",
 )
 @click.option("--target-modules", metavar="NAMES", help="Modules the engine prepares for adapters.")
 @click.option("--max-model-len", type=click.IntRange(min=1), help="Context length in tokens.")
@@ -111,12 +160,18 @@ def command(**options: Any) -> None:
         engine=cast("EngineKind", options["engine"]),
         engine_python=options["engine_python"],
         engine_args=options["engine_args"],
+        preset=options["preset"],
+        tool_calls=options["tool_calls"],
+        reasoning_parser=options["reasoning_parser"],
+        chat_template=options["chat_template"],
         server=options["server"],
         server_api_key=_key_from(options["server_key_env"]),
         host=options["host"],
         port=options["port"],
         api_key=_key_from(options["api_key_env"]),
         max_lora_rank=options["max_lora_rank"],
+        max_loras=options["max_loras"],
+        max_cpu_loras=options["max_cpu_loras"],
         max_model_len=options["max_model_len"],
         target_modules=_names(options["target_modules"]),
         logprobs_mode=options["logprobs_mode"],

@@ -1,8 +1,8 @@
 """The command lines that start an engine.
 
-Invariant: the engine listens on loopback, reports the log-probabilities of the distribution it
-samples from, takes its sampling defaults from the request alone, and has LoRA slots for every
-agent's old and new version at once.
+Invariant: the engine listens on loopback and, unless its user asked for something else, reports the
+log-probabilities of the distribution it samples from and takes its sampling defaults from the
+request alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from marft_agents.errors import EngineError
+from marft_agents.serving.engine_args import read_options, spelled_for_vllm
+from marft_agents.serving.presets import Preset, choose_preset, replica_env
 
 EngineKind = Literal["vllm", "local"]
 BASE_NAME = "base"
@@ -37,7 +39,9 @@ _FIND_VLLM = (
     "import importlib.util as u, importlib.metadata as m, json\n"
     "names = {d.metadata['Name']: d.version for d in m.distributions()"
     " if (d.metadata['Name'] or '').startswith('vllm')}\n"
-    "print(json.dumps({'found': u.find_spec('vllm') is not None, 'names': names}))\n"
+    "spec = u.find_spec('vllm')\n"
+    "print(json.dumps({'found': spec is not None, 'names': names,"
+    " 'origin': spec and spec.origin}))\n"
 )
 
 
@@ -57,6 +61,8 @@ class VllmInstall:
     python: str
     version: str
     cpu: bool
+    package: Path | None = None
+    """Its folder."""
 
 
 def find_vllm(python: str = sys.executable) -> VllmInstall:
@@ -77,19 +83,17 @@ def find_vllm(python: str = sys.executable) -> VllmInstall:
         raise EngineError(f"vLLM is not installed for {python}; {cure}")
     names: dict[str, str] = answer["names"]
     name, version = next(iter(sorted(names.items())), ("vllm", "unknown"))
-    return VllmInstall(python, version, cpu="cpu" in name or "cpu" in version)
+    origin: str | None = answer.get("origin")
+    package = Path(origin).parent if origin else None
+    return VllmInstall(python, version, "cpu" in name or "cpu" in version, package)
 
 
-def lora_slots(agents: int) -> int:
-    """Adapters in use at once: every agent's old and new version while it is swapped."""
-    return max(2, 2 * agents)
+def lora_slots(agents: int, *, versions_per_agent: int = 2) -> int:
+    """Adapters in use at once: every agent's old and new version while it is swapped.
 
-
-def _usable_cores() -> str:
-    """Every core of this process, in the form that vLLM binds its threads with."""
-    if hasattr(os, "sched_getaffinity"):
-        return ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return f"0-{(os.cpu_count() or 1) - 1}"
+    ``versions_per_agent`` is 3 where one more is leased or tried on a part of the traffic.
+    """
+    return versions_per_agent * max(1, agents)
 
 
 def model_length(model_dir: Path, *, cpu: bool) -> int | None:
@@ -111,28 +115,51 @@ def vllm_command(
     target_modules: Iterable[str],
     max_model_len: int | None = None,
     extra: Sequence[str] = (),
+    max_cpu_loras: int | None = None,
+    preset: Preset | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    chat_template: Path | None = None,
 ) -> EngineCommand:
-    """vLLM's OpenAI server as a module: its ``vllm`` command fails for the CPU distribution."""
+    """vLLM's OpenAI server as a module: its ``vllm`` command fails for the CPU distribution.
+
+    Options among ``extra`` replace those that would be given otherwise.
+    """
+    preset = preset or choose_preset("auto", cpu=install.cpu)
     length = max_model_len or model_length(model_dir, cpu=install.cpu)
-    options: dict[str, str] = {
+    options: dict[str, str | None] = {
         "--model": str(model_dir),
         "--served-model-name": BASE_NAME,
         "--host": LOOPBACK,
         "--port": str(port),
         "--max-lora-rank": str(max_lora_rank),
         "--max-loras": str(max_loras),
-        "--max-cpu-loras": str(2 * max_loras),
+        "--max-cpu-loras": str(max_cpu_loras or 2 * max_loras),
         "--logprobs-mode": LOGPROBS_MODE,
         "--generation-config": "vllm",
     }
     if length is not None:
         options["--max-model-len"] = str(length)
-    if install.cpu:
-        options["--dtype"] = "float32"
-    flags = [word for option in options.items() for word in option]
-    argv = [install.python, "-m", "vllm.entrypoints.openai.api_server", *flags, "--enable-lora"]
-    argv += ["--lora-target-modules", *sorted(set(target_modules))]
-    argv += ["--enforce-eager"] if install.cpu else []
+    options |= preset.options
+    if tool_parser is not None:
+        options |= {"--enable-auto-tool-choice": None, "--tool-call-parser": tool_parser}
+    if reasoning_parser is not None:
+        options["--reasoning-parser"] = reasoning_parser
+    if chat_template is not None:
+        options["--chat-template"] = str(chat_template.resolve())
+    given = {option.head for option in read_options(extra)}
+    options = {name: value for name, value in options.items() if not _is_given(name, given)}
+    argv = [install.python, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += [word for option in options.items() for word in option if word is not None]
+    argv += ["--enable-lora", "--lora-target-modules", *sorted(set(target_modules))]
+    return EngineCommand((*argv, *spelled_for_vllm(extra)), _vllm_env(preset))
+
+
+def _is_given(name: str, given: set[str]) -> bool:
+    return name in given or f"--no-{name[2:]}" in given
+
+
+def _vllm_env(preset: Preset) -> dict[str, str | None]:
     env: dict[str, str | None] = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -142,10 +169,8 @@ def vllm_command(
         "VLLM_LORA_RESOLVER_HF_REPO_LIST": None,
         "VLLM_API_KEY": None,
     }
-    if install.cpu:
-        cpu_env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": _usable_cores()}
-        env |= {name: os.environ.get(name, value) for name, value in cpu_env.items()}
-    return EngineCommand((*argv, *extra), env)
+    env |= {name: os.environ.get(name, value) for name, value in preset.env.items()}
+    return env | replica_env(preset.name, 0, 1)
 
 
 def local_command(
@@ -156,10 +181,12 @@ def local_command(
     max_model_len: int | None = None,
     python: str = sys.executable,
     extra: Sequence[str] = (),
+    chat_template: Path | None = None,
 ) -> EngineCommand:
     """The engine of this package, on transformers and PEFT."""
     argv = [python, "-m", "marft_agents.serving.local", "--model", str(model_dir)]
     argv += ["--host", LOOPBACK, "--port", str(port), "--served-model-name", BASE_NAME]
     argv += ["--max-lora-rank", str(max_lora_rank)]
     argv += ["--max-model-len", str(max_model_len)] if max_model_len is not None else []
+    argv += ["--chat-template", str(chat_template.resolve())] if chat_template is not None else []
     return EngineCommand((*argv, *extra), {"HF_HUB_OFFLINE": "1"})

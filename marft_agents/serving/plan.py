@@ -14,7 +14,6 @@ from pathlib import Path
 
 from marft_agents.errors import ConfigError
 from marft_agents.registry import (
-    ALLOWED_MAX_RANKS,
     DEFAULT_RANK,
     DEFAULT_TARGET_MODULES,
     Change,
@@ -26,8 +25,10 @@ from marft_agents.registry import (
 )
 from marft_agents.schema import BaseModelInfo, adapter_slugs
 from marft_agents.serving.aliases import Route
-from marft_agents.serving.commands import EngineKind, lora_slots
+from marft_agents.serving.commands import EngineKind
+from marft_agents.serving.engine_setup import EngineSetup, EngineWishes, settle_engine
 from marft_agents.serving.loader import Limits, check_version
+from marft_agents.serving.lora_limits import Slots, settle_rank, settle_slots, slots_line
 from marft_agents.serving.probe import TOLERANCE
 from marft_agents.serving.refusals import is_loopback
 
@@ -44,13 +45,21 @@ class ServeSettings:
     engine: EngineKind = "vllm"
     engine_python: str | None = None
     engine_args: tuple[str, ...] = ()
+    preset: str = "auto"
+    tool_calls: str = "auto"
+    """``auto``, ``off`` or the name of a tool parser; ``reasoning_parser`` likewise."""
+    reasoning_parser: str = "auto"
+    chat_template: Path | None = None
     server: str | None = None
     """Address of an engine that runs already; none is started then."""
     server_api_key: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-    max_lora_rank: int = 16
+    max_lora_rank: int | None = None
+    """``None``: enough for every version in use, and 16 at least."""
+    max_loras: int | None = None
+    max_cpu_loras: int | None = None
     max_model_len: int | None = None
     target_modules: tuple[str, ...] = ()
     logprobs_mode: str | None = None
@@ -72,6 +81,9 @@ class Plan:
     base: BaseModelInfo
     routes: tuple[Route, ...]
     limits: Limits
+    slots: Slots
+    engine: EngineSetup | None = None
+    """How the engine is started; ``None``: another runs already."""
 
 
 def check_settings(settings: ServeSettings) -> None:
@@ -85,15 +97,38 @@ def check_settings(settings: ServeSettings) -> None:
             f"--host {settings.host} is reachable from other machines; put a key into a variable"
             " and name it with --api-key-env NAME, or listen on 127.0.0.1"
         )
-    if settings.max_lora_rank not in ALLOWED_MAX_RANKS:
-        raise ConfigError(
-            f"--max-lora-rank {settings.max_lora_rank} is not one of"
-            f" {' '.join(map(str, ALLOWED_MAX_RANKS))}"
-        )
+    settle_rank(settings.max_lora_rank, ())
+    _check_started_here(settings)
     if settings.record_all and settings.record is None:
         raise ConfigError("--record-all says which calls to record; say where, too: --record DIR")
     if settings.record is not None:
         _check_writable(settings.record)
+
+
+def _wishes(settings: ServeSettings) -> EngineWishes:
+    return EngineWishes(
+        settings.engine,
+        settings.engine_python,
+        settings.engine_args,
+        settings.preset,
+        settings.tool_calls,
+        settings.reasoning_parser,
+        settings.chat_template,
+    )
+
+
+def _check_started_here(settings: ServeSettings) -> None:
+    """Refuse what only an engine that is started here could heed."""
+    flags = list(_wishes(settings).changed()) if settings.server else []
+    if settings.server or settings.engine == "local":
+        flags += ["--max-loras"] if settings.max_loras is not None else []
+        flags += ["--max-cpu-loras"] if settings.max_cpu_loras is not None else []
+    if flags:
+        who = "the engine at --server runs already" if settings.server else "--engine local"
+        raise ConfigError(
+            f"{', '.join(flags)}: said of a vLLM that serve starts, but {who}; leave"
+            f" {'it' if len(flags) == 1 else 'them'} out"
+        )
 
 
 def _check_writable(folder: Path) -> None:
@@ -118,7 +153,7 @@ def _publish_missing(
             staged = write_untrained_adapter(
                 folder,
                 model,
-                rank=min(DEFAULT_RANK, settings.max_lora_rank),
+                rank=min(DEFAULT_RANK, settings.max_lora_rank or DEFAULT_RANK),
                 target_modules=settings.target_modules or DEFAULT_TARGET_MODULES,
                 seed=zlib.crc32(slug.encode()),
             )
@@ -155,12 +190,23 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
         raise ConfigError(
             f"{registry.root} has no agent; name the agents to begin with: --agents planner,writer"
         )
+    engine = None if settings.server else settle_engine(_wishes(settings), model_dir, base)
+    agents = {*registry.agents(), *adapter_slugs(settings.agents).values()}
+    slots = settle_slots(
+        len(agents), max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
+    )
+    for notice in engine.notices if engine else ():
+        say(f"note: {notice}")
     _publish_missing(settings, registry, base, model_dir, say)
     routes = _current_routes(registry)
     manifests = [registry.manifest(route.agent, route.version) for route in routes]
     modules = {*settings.target_modules, *(m for x in manifests for m in x.target_modules)}
-    slots = lora_slots(len(routes)) if settings.engine == "vllm" and not settings.server else None
-    limits = Limits(settings.max_lora_rank, tuple(sorted(modules)), slots)
+    rank = settle_rank(settings.max_lora_rank, (x.rank for x in manifests))
+    has_slots = settings.engine == "vllm" and not settings.server
+    limits = Limits(rank, tuple(sorted(modules)), slots.loaded if has_slots else None)
     for route in routes:
         check_version(registry, base, limits, route.agent, route.version)
-    return Plan(registry, model_dir, base, routes, limits)
+    if engine and has_slots:
+        size = engine.slot_bytes(model_dir, base, limits.target_modules, rank)
+        say(slots_line(slots, len(agents), rank, size))
+    return Plan(registry, model_dir, base, routes, limits, slots, engine)

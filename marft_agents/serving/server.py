@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Callable, Generator
 
@@ -19,15 +18,8 @@ from marft_agents.recording import MarftRecorder
 from marft_agents.registry import locks
 from marft_agents.serving.access import Access
 from marft_agents.serving.aliases import Aliases
-from marft_agents.serving.announced import announced_mode, announced_sampling
 from marft_agents.serving.client import EngineClient
-from marft_agents.serving.commands import (
-    EngineCommand,
-    find_vllm,
-    local_command,
-    lora_slots,
-    vllm_command,
-)
+from marft_agents.serving.commands import EngineCommand
 from marft_agents.serving.control import ensure_operator_key
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
@@ -63,25 +55,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _engine_command(settings: ServeSettings, plan: Plan, port: int) -> EngineCommand:
-    if settings.engine == "local":
-        return local_command(
-            plan.model_dir,
-            port=port,
-            max_lora_rank=plan.limits.max_lora_rank,
-            max_model_len=settings.max_model_len,
-            python=settings.engine_python or sys.executable,
-            extra=settings.engine_args,
-        )
-    install = find_vllm(settings.engine_python) if settings.engine_python else find_vllm()
-    return vllm_command(
+    assert plan.engine is not None
+    return plan.engine.command(
         plan.model_dir,
         port=port,
-        install=install,
         max_lora_rank=plan.limits.max_lora_rank,
-        max_loras=plan.limits.max_loras or lora_slots(len(plan.routes)),
+        slots=plan.slots,
         target_modules=plan.limits.target_modules,
         max_model_len=settings.max_model_len,
-        extra=settings.engine_args,
     )
 
 
@@ -185,12 +166,12 @@ def _recording(settings: ServeSettings) -> Recording | None:
     )
 
 
-def _gateway_settings(settings: ServeSettings, operator_key: str) -> GatewaySettings:
-    started_here, args = settings.server is None, settings.engine_args
+def _gateway_settings(settings: ServeSettings, plan: Plan, operator_key: str) -> GatewaySettings:
+    engine = plan.engine
     return GatewaySettings(
         Access(operator_key, settings.api_key),
-        logprobs_mode=announced_mode(args) if started_here else settings.logprobs_mode,
-        sampling_defaults=announced_sampling(args) if started_here else None,
+        logprobs_mode=engine.logprobs_mode if engine else settings.logprobs_mode,
+        sampling_defaults=engine.sampling_defaults if engine else None,
     )
 
 
@@ -240,7 +221,7 @@ def _run(
         upstream = Upstream(url, death=death, api_key=settings.server_api_key)
         fleet = Fleet([Replica("engine-0", loader, upstream)])
         gateway = Gateway(
-            Swapper(fleet, aliases), _gateway_settings(settings, key), _recording(settings)
+            Swapper(fleet, aliases), _gateway_settings(settings, plan, key), _recording(settings)
         )
         server = _Server(
             _uvicorn_config(gateway),

@@ -47,7 +47,7 @@ def test_vllm_on_a_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"/opt/py -m vllm.entrypoints.openai.api_server --model {model} --served-model-name base"
         " --host 127.0.0.1 --port 9 --max-lora-rank 16 --max-loras 4 --max-cpu-loras 8"
         " --logprobs-mode processed_logprobs --generation-config vllm --max-model-len 4096"
-        " --dtype float32 --enable-lora --lora-target-modules q_proj v_proj --enforce-eager"
+        " --dtype float32 --enforce-eager --enable-lora --lora-target-modules q_proj v_proj"
         " --seed 1"
     )
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")

@@ -14,6 +14,7 @@ import click
 import uvicorn
 
 from marft_agents.errors import ConfigError, MarftError, MissingExtraError
+from marft_agents.serving.chat_template import read_chat_template
 
 _NOT_FOR_PRODUCTION = "for development and tests, not for production: serve with vLLM there"
 
@@ -56,6 +57,12 @@ _NOT_FOR_PRODUCTION = "for development and tests, not for production: serve with
     type=click.IntRange(0),
     help="Memory for prompt beginnings computed before; 0 turns reuse off.",
 )
+@click.option(
+    "--chat-template",
+    default=None,
+    type=click.Path(path_type=Path),
+    help="Jinja template to use instead of the model's own.",
+)
 def command(
     folder: Path,
     host: str,
@@ -67,12 +74,14 @@ def command(
     threads: int | None,
     kv_cache_mib: int,
     prefix_cache_mib: int,
+    chat_template: Path | None,
 ) -> None:
     """Serve a base model and its LoRA adapters in one process, as vLLM would.
 
     For development and tests, not for production: serve with vLLM there.
     """
     check_loopback(host)
+    template = read_chat_template(chat_template) if chat_template is not None else None
     try:
         import torch
         from transformers.utils import logging as transformers_logging
@@ -94,6 +103,7 @@ def command(
         max_rank=max_lora_rank,
         cache_mib=kv_cache_mib,
         prefix_mib=prefix_cache_mib,
+        chat_template=template,
     )
     engine = LocalEngine(folder, options)
     click.echo(f"marft local engine: {folder} as {served_model_name!r} on {url}", err=True)

@@ -41,6 +41,7 @@ class EngineOptions:
     cache_mib: int = 4096
     prefix_mib: int = 256
     prompt_tokens: int | None = None
+    chat_template: str | None = None
 
 
 class LocalEngine:
@@ -49,6 +50,8 @@ class LocalEngine:
     def __init__(self, model_dir: Path, options: EngineOptions | None = None) -> None:
         self.options = options or EngineOptions()
         self.model = LocalModel(model_dir, window=self.options.window)
+        if self.options.chat_template is not None:
+            self.model.tokenizer.chat_template = self.options.chat_template
         self.adapters = AdapterTable(self.model, self.options.base_name)
         on_cpu = self.model.device.type == "cpu"
         self._batch = Batch(

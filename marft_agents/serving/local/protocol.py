@@ -168,8 +168,8 @@ class ChatRequest(_Generate):
             raise Refusal(
                 400,
                 f"tool_choice={self.tool_choice or 'auto'!r} is not supported by the local engine,"
-                " which has no tool parser; send tool_choice='none', or serve with vLLM and"
-                " --enable-auto-tool-choice",
+                " which has no tool parser; send tool_choice='none', or serve with"
+                " --engine vllm",
                 param="tool_choice",
             )
         return self
