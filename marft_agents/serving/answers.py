@@ -6,9 +6,8 @@ Invariant: whatever goes wrong is an answer in the wire format of OpenAI clients
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import anyio
 from starlette.exceptions import HTTPException
@@ -42,17 +41,6 @@ def is_stream(response: Answer) -> bool:
     return response.headers.get("content-type", "").startswith("text/event-stream")
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request's body."""
-    try:
-        body: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, "the request body is no valid JSON") from error
-    if not isinstance(body, dict):
-        raise Refusal(400, "the request body is no JSON object")
-    return cast("dict[str, Any]", body)
-
-
 _WITHOUT_V1 = {"/chat/completions", "/completions", "/models", "/responses"}
 """Where clients ask whose base_url is the server's address alone."""
 
@@ -62,7 +50,7 @@ async def _answer_refusal(_: Request, error: Refusal) -> Response:
 
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
-    path = request.url.path
+    path = request.url.path[:200]
     hint = "; base_url of the app ends in /v1" if path in _WITHOUT_V1 else ""
     return Refusal(
         error.status_code, f"{request.method} {path} is not served here{hint}"

@@ -18,8 +18,9 @@ from starlette.routing import Route as HttpRoute
 from marft_agents.errors import ConfigError
 from marft_agents.registry import Change
 from marft_agents.serving.access import Access
+from marft_agents.serving.bodies import read_limited
 from marft_agents.serving.loader import StepError
-from marft_agents.serving.refusals import Refusal, read_limited
+from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.swap import Swapper
 
 KEY_FILE = ".operator-key"

@@ -19,14 +19,11 @@ from starlette.routing import Route as HttpRoute
 from marft_agents.recording.reviews import give_edit, reward_event
 from marft_agents.schema import EndReason, JsonDict
 from marft_agents.serving.access import Access
+from marft_agents.serving.bodies import read_limited
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
 from marft_agents.serving.recording import CHAT, Recording
-from marft_agents.serving.refusals import (
-    Refusal,
-    read_limited,
-    require_own_origin,
-)
+from marft_agents.serving.refusals import Refusal, require_own_origin
 
 Handler = Callable[[Request], Awaitable[Response]]
 AGENT_PATHS = ("/episodes/{episode}/agents/{agent}", "/episodes/{episode}", "/agents/{agent}")

@@ -7,10 +7,8 @@ unchanged, but for the model name that was asked for. Recording a call changes n
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,25 +21,28 @@ from starlette.routing import Route as HttpRoute
 
 from marft_agents.errors import MarftError
 from marft_agents.serving.access import Access, Client
-from marft_agents.serving.admission import Admission
+from marft_agents.serving.admission import Admission, Ticket
 from marft_agents.serving.aliases import Aliases, Route
-from marft_agents.serving.answers import HANDLERS, Relay, is_stream, parse_object
+from marft_agents.serving.answers import HANDLERS, Relay, is_stream
+from marft_agents.serving.bodies import parse_object, read_limited
+from marft_agents.serving.borders import Borders
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
 from marft_agents.serving.fields import Fields
-from marft_agents.serving.fleet import Fleet
-from marft_agents.serving.identity import episode_of
+from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet, unready
+from marft_agents.serving.identity import caller_of, episode_of
+from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
-from marft_agents.serving.refusals import Refusal, read_limited
-from marft_agents.serving.replica import Replica
+from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
+from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
-from marft_agents.serving.upstream import Answer
+from marft_agents.serving.threads import in_thread
+from marft_agents.serving.upstream import Answer, WhileThere
 from marft_agents.serving.usage import StreamUsage, own_usage
 
-_log = logging.getLogger(__name__)
 MAX_BODY = 32 * 1024 * 1024
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
 
@@ -59,12 +60,16 @@ class GatewaySettings:
     max_body: int = MAX_BODY
     fields: Fields = field(default_factory=Fields)
     admission: Admission = field(default_factory=Admission)
+    loopback: bool = True
+    """Whether the server listens on loopback alone; then it answers to the names of that only."""
+    allowed_hosts: tuple[str, ...] = ()
 
 
 class Gateway:
     """Routes, alias table and engines of one ``serve``, and its ``recording`` if any.
 
-    ``observers`` learn how every request to an engine ended.
+    ``observers`` learn how every request to an engine ended; so does the ``supervisor``, which
+    looks after the engines while the application runs.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Gateway:
         settings: GatewaySettings,
         recording: Recording | None = None,
         observers: Sequence[Observer] = (),
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.swapper = swapper
         self.fleet: Fleet = swapper.fleet
@@ -80,8 +86,8 @@ class Gateway:
         self.settings = settings
         self.access = settings.access
         self.recording = recording
-        self.observers = list(observers)
-        self._restoring: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.supervisor = supervisor
+        self.observers = [*observers, *([supervisor.observe] if supervisor else [])]
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -89,8 +95,9 @@ class Gateway:
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncGenerator[None]:
             recording = self.recording.running() if self.recording else contextlib.nullcontext()
+            watch = self.supervisor.running() if self.supervisor else contextlib.nullcontext()
             try:
-                async with recording:
+                async with recording, watch:
                     yield
             finally:
                 await self.fleet.close()
@@ -98,6 +105,7 @@ class Gateway:
         routes = [
             HttpRoute(CHAT, self._generate, methods=["POST"]),
             HttpRoute(TEXT, self._generate, methods=["POST"]),
+            *other_routes(self._serve),
             HttpRoute("/v1/models", self._models, methods=["GET"]),
             HttpRoute("/health", self._health, methods=["GET"]),
             *self._recording_routes(),
@@ -105,6 +113,8 @@ class Gateway:
         ]
         app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
         app.router.redirect_slashes = False
+        settings = self.settings
+        app.add_middleware(Borders, loopback=settings.loopback, names=settings.allowed_hosts)
         return app
 
     def _recording_routes(self) -> Sequence[HttpRoute]:
@@ -118,7 +128,7 @@ class Gateway:
     # -- answers ---------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        self.access.application(request)
+        client = self.access.application(request)
         base = self.fleet.base.name
         data = [
             {
@@ -130,40 +140,41 @@ class Gateway:
                 "parent": base,
             }
             for route in self.aliases.routes()
+            if client.may_ask(route.agent)
         ]
         return JSONResponse({"object": "list", "data": data})
 
     async def _health(self, request: Request) -> Response:
-        problems = [p for replica in self.fleet.replicas if (p := await self._problem(replica))]
-        if problems:
-            reason = "; ".join(problems)
-            return JSONResponse({"status": "unavailable", "reason": reason}, 503)
-        return JSONResponse({"status": "ok"})
-
-    async def _problem(self, replica: Replica) -> str | None:
-        problem = await replica.upstream.problem()
-        if problem is not None:
-            return problem
-        listed = await replica.upstream.model_names()
-        lost = [route for route in self.aliases.routes() if route.name not in listed]
-        for route in lost:
-            self._restore_later(route, replica)
-        if lost:
-            names = ", ".join(route.name for route in lost)
-            return f"the engine does not list {names}; loading again"
-        return None
+        if any(replica.ready for replica in self.fleet.replicas):
+            return JSONResponse({"status": "ok"})
+        reason = self.fleet.unavailable().message
+        return JSONResponse({"status": "unavailable", "reason": reason}, 503)
 
     async def _generate(self, request: Request) -> Response:
-        client = self.access.application(request)
-        body = parse_object(await read_limited(request, self.settings.max_body))
-        path = TEXT if request.url.path == TEXT else CHAT
-        body, dropped = self.settings.fields.checked(path, body)
-        asked_at = self.fleet.replicas[0].upstream.url + CHAT
-        body, watch = watched(self.recording, request, body, asked_at)
+        return await self._serve(request, TEXT if request.url.path == TEXT else CHAT)
+
+    async def _serve(self, request: Request, path: str) -> Response:
+        """Answer from the engine's ``path``."""
+        ticket = self.settings.admission.arrive(self.access.application(request))
+        try:
+            return await self._admitted(request, path, ticket)
+        except BaseException:
+            ticket.leave()
+            raise
+
+    async def _admitted(self, request: Request, path: str, ticket: Ticket) -> Response:
+        data = await read_limited(request, self.settings.max_body, ticket.spend)
+        body, dropped = self.settings.fields.checked(path, parse_object(data))
+        if path in (CHAT, TEXT):
+            self._require_may_speak(request, body, ticket.client)
+            asked_at = self.fleet.replicas[0].upstream.url + CHAT
+            body, watch = watched(self.recording, request, body, asked_at)
+        else:
+            watch = Watch()
         if dropped:
             watch.headers["X-Marft-Dropped-Fields"] = ",".join(dropped)
         try:
-            return await self._answer(request, client, path, body, watch)
+            return await self._answer(request, ticket, path, body, watch)
         except Refusal as refusal:
             watch.begin(refusal.status, {})
             watch.feed(bytes(refusal.response().body))
@@ -176,20 +187,23 @@ class Gateway:
             raise
 
     async def _answer(
-        self, request: Request, client: Client, path: str, body: dict[str, Any], watch: Watch
+        self, request: Request, ticket: Ticket, path: str, body: dict[str, Any], watch: Watch
     ) -> Response:
         asked, episode = body.get("model"), episode_of(request)
-        route = self._resolve(asked, episode)
+        if not ticket.enter_at_once():
+            async with WhileThere(request.receive):
+                await ticket.enter()
+        route = self._resolve(asked, episode, ticket.client)
         replica = self.fleet.choose(episode)
         passage = Passage(
             aliases=self.aliases,
             route=route,
             replica=replica,
-            ticket=self.settings.admission.enter(client),
-            client=client,
+            ticket=ticket,
+            client=ticket.client,
             episode=episode,
             request_id=request.headers.get("x-request-id"),
-            observers=self.observers,
+            observers=self.observers if path in (CHAT, TEXT) else (),
         )
         handed_over = False
         try:
@@ -205,7 +219,7 @@ class Gateway:
                     handed_over = passage.streamed = True
                     usage = StreamUsage(passage.counted, ours=bool(own))
                     return self._relay(response, passage, str(asked), headers, watch, usage)
-                content = await replica.upstream.read(response, request)
+                content = await passage.replica.upstream.read(response, request)
             finally:
                 if not handed_over:
                     await response.aclose()
@@ -226,12 +240,23 @@ class Gateway:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _resolve(self, asked: Any, episode: str | None) -> Route:
-        known = ", ".join(self.aliases.agents)
+    def _require_may_speak(self, request: Request, body: dict[str, Any], client: Client) -> None:
+        """Refuse to record a turn of an agent that the key is not for."""
+        if client.agents is None:
+            return
+        every = self.recording is not None and self.recording.all
+        agent = caller_of(request, record_all=every).named(body.get("model")).agent
+        if agent is not None and not client.may_ask(agent):
+            raise _not_for(client, agent)
+
+    def _resolve(self, asked: Any, episode: str | None, client: Client) -> Route:
+        known = ", ".join(agent for agent in self.aliases.agents if client.may_ask(agent))
         if not isinstance(asked, str) or not asked:
             raise Refusal(400, f"the request names no model; use one of the agents: {known}")
         route = self.aliases.resolve(asked, episode)
         if route is not None:
+            if not client.may_ask(route.agent):
+                raise _not_for(client, route.agent)
             return route
         if asked in {"base", self.fleet.base.name}:
             message = (
@@ -243,35 +268,53 @@ class Gateway:
         raise Refusal(404, message, code="model_not_found")
 
     async def _send(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
-        upstream = passage.replica.upstream
-        response = await upstream.post(path, body, request)
-        if response.status_code == 404:
-            # An engine that was restarted behind our back knows no adapter any more.
-            await response.aclose()
-            await self._restore(passage.route, passage.replica)
-            response = await upstream.post(path, body, request)
-        return response
+        answer = await self._post(request, path, body, passage)
+        if answer.status_code != 404 or not await self._has_lost(passage):
+            return answer
+        await answer.aclose()
+        await self._regain(passage)
+        return await passage.replica.upstream.post(path, body, request)
 
-    async def _restore(self, route: Route, replica: Replica) -> None:
+    async def _post(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
+        """The engine's answer; for an engine that gives none, once that of another."""
+        first = passage.replica
         try:
-            await self.swapper.restore(route, replica)
+            return await first.upstream.post(path, body, request)
+        except Refusal as refusal:
+            if refusal.status != 503:
+                raise
+            refusal.headers["Retry-After"] = RETRY_AFTER_S
+            if self.supervisor is not None:
+                self.supervisor.suspect(first)
+            other = self.fleet.another(first, passage.episode)
+            if other is None:
+                raise
+        passage.move(other)
+        return await other.upstream.post(path, body, request)
+
+    async def _has_lost(self, passage: Passage) -> bool:
+        """Whether the engine was restarted behind our back and knows no adapter any more."""
+        try:
+            listed = await in_thread(passage.replica.loader.listed)
+        except MarftError:
+            return False
+        return (passage.route.agent, passage.route.version) not in listed
+
+    async def _regain(self, passage: Passage) -> None:
+        """Let another replica answer, or this one when it has its adapters again."""
+        replica, keeper = passage.replica, self.swapper.keeper
+        other = self.fleet.another(replica, passage.episode)
+        if other is not None:
+            keeper.settle_later(replica)
+            passage.move(other)
+            return
+        try:
+            await keeper.settle(replica, [passage.route])
         except MarftError as error:
-            raise Refusal(
-                503, f"the engine does not know {route.name} and could not load it again: {error}"
+            raise unready(
+                f"the engine does not know {passage.route.name} and could not load it again:"
+                f" {error}"
             ) from error
-
-    async def _try_restore(self, route: Route, replica: Replica) -> None:
-        try:
-            await self.swapper.restore(route, replica)
-        except MarftError as error:
-            _log.warning("could not load %s again: %s", route.name, error)
-
-    def _restore_later(self, route: Route, replica: Replica) -> None:
-        key = replica.name, route.name
-        if key not in self._restoring:
-            task = asyncio.create_task(self._try_restore(route, replica))
-            self._restoring[key] = task
-            task.add_done_callback(lambda _: self._restoring.pop(key, None))
 
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
@@ -318,3 +361,11 @@ class Gateway:
 
         headers = headers | {"X-Accel-Buffering": "no"}
         return Relay(chunks(), response.status_code, headers, on_close=close)
+
+
+def _not_for(client: Client, agent: str) -> Refusal:
+    return Refusal(
+        403,
+        f"the key {client.name!r} is not for the agent {agent[:80]!r}",
+        code="agent_not_allowed",
+    )

@@ -5,7 +5,6 @@ Invariant: a refusal never carries anything of another request, a key, or a trac
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 from typing import Any
 
@@ -16,27 +15,30 @@ from starlette.responses import JSONResponse
 class Refusal(Exception):
     """Answer ``status`` with a message instead of going on."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.param = param
         self.headers: dict[str, str] = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
     def response(self) -> JSONResponse:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
         error: dict[str, Any] = {
             "message": self.message,
-            "type": kind,
-            "param": None,
+            "type": _kind(self.status),
+            "param": self.param,
             "code": self.code,
         }
         return JSONResponse({"error": error}, self.status, headers=self.headers)
 
 
-def same_secret(given: str | None, wanted: str) -> bool:
-    """Compare a header's value with a secret, in constant time."""
-    return hmac.compare_digest((given or "").encode("latin-1", "replace"), wanted.encode())
+def _kind(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def is_loopback(host: str) -> bool:
@@ -71,49 +73,19 @@ def split_key(token: str) -> tuple[str, str | None]:
     return (key, identity) if mark else (token, None)
 
 
-def require_api_key(request: Request, api_key: str | None) -> None:
-    """Refuse a request without the bearer key, when there is one."""
-    if api_key is None:
-        return
-    token = bearer_token(request)
-    if token is not None and same_secret(token, api_key):
-        return
-    key, identity = split_key(token or "")
-    if identity is None or not same_secret(key, api_key):
-        raise Refusal(401, "wrong or missing API key; send it as Authorization: Bearer <key>")
-
-
 def require_own_origin(request: Request) -> None:
     """Refuse what a web page of another site sends through somebody's browser.
 
     Such a page may post to a server on loopback, blindly, and would write into the log.
     """
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        raise Refusal(403, "web pages of another site cannot write into the log")
+    headers = request.headers
+    site = headers.get("sec-fetch-site")
+    if site is None:
+        origin = headers.get("origin")
+        site = "none" if origin is None or _host_of(origin) == headers.get("host") else "cross-site"
+    if site not in ("none", "same-origin"):
+        raise Refusal(403, "this server does not answer to web pages of another site")
 
 
-def require_operator(request: Request, operator_key: str) -> None:
-    """Refuse a control request from another machine, or without the operator key."""
-    peer = request.client.host if request.client is not None else ""
-    if not is_loopback(peer):
-        raise Refusal(403, "control routes answer to this machine only")
-    if not same_secret(request.headers.get("x-marft-operator-key"), operator_key):
-        raise Refusal(
-            401, "wrong or missing operator key; it is in .operator-key in the adapters folder"
-        )
-
-
-async def read_limited(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be longer than ``limit`` bytes."""
-    refusal = Refusal(413, f"the request body is larger than {limit} bytes")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
-        raise refusal
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise refusal
-        parts.append(part)
-    return b"".join(parts)
+def _host_of(origin: str) -> str:
+    return origin.partition("://")[2]

@@ -125,7 +125,8 @@ def with_a_socket(url: str, stream: bool) -> str:
     where = httpx.URL(url)
     body = {"model": "router", "messages": MESSAGES, "stream": stream} | SAMPLING
     data = json.dumps(body).encode()
-    head = f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = f"POST {where.path}/chat/completions HTTP/1.1\r\nHost: {where.host}\r\n"
+    head += "Connection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection((where.host, where.port or 80), timeout=60) as connection:
         connection.sendall(head.encode() + data)

@@ -92,8 +92,6 @@ _ENGINE_ROUTES = [
     ("POST", "/adapters"),
     ("DELETE", "/adapters/router@v1"),
     ("POST", "/invocations"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
     ("GET", "/metrics"),
     ("GET", "/docs"),
     ("GET", "/openapi.json"),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from marft_agents.serving.access import Access
 from marft_agents.serving.identity import Caller, caller_of, checked_agent, checked_episode
-from marft_agents.serving.refusals import Refusal, require_api_key, split_key
+from marft_agents.serving.refusals import Refusal, split_key
 
 
 def request(path: Any = None, **headers: str) -> Request:
@@ -145,9 +146,10 @@ def test_keys_split_at_their_last_mark() -> None:
 )
 def test_the_key_is_asked_for_before_who_speaks(token: str, good: bool) -> None:
     asked = request(**bearer(token))
+    access = Access("operator", "k")
     if good:
-        require_api_key(asked, "k")
+        assert access.application(asked).name == "application"
         return
     with pytest.raises(Refusal) as caught:
-        require_api_key(asked, "k")
+        access.application(asked)
     assert caught.value.status == 401

@@ -289,7 +289,7 @@ DEEP: Any = json.loads("[" * 60 + "]" * 60)
         {"messages": HELLO, "n": 0},
         {"messages": HELLO, "n": True},
         {"messages": HELLO, "user": "marft:0123"},
-        {"messages": HELLO, "stop": [None, 1], "temperature": "hot", "seed": 1e400},
+        {"messages": HELLO, "stop": [None, 1], "temperature": "hot", "seed": 1e300},
         {"messages": HELLO, "logprobs": "yes", "return_token_ids": 0},
         {"messages": HELLO, "stream": "yes", "stream_options": 5},
     ],

@@ -9,9 +9,10 @@ import pytest
 from starlette.requests import Request
 
 from marft_agents.errors import ConfigError
+from marft_agents.serving.access import Access
 from marft_agents.serving.control import ensure_operator_key, read_operator_key
 from marft_agents.serving.plan import ServeSettings, check_settings
-from marft_agents.serving.refusals import Refusal, is_loopback, require_operator, same_secret
+from marft_agents.serving.refusals import Refusal, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -51,21 +52,15 @@ def _request(peer: str | None, key: str) -> Request:
 @pytest.mark.parametrize("peer", ["10.0.0.1", "::ffff:10.0.0.1", None])
 def test_control_from_another_machine_is_refused_even_with_the_key(peer: str | None) -> None:
     with pytest.raises(Refusal) as caught:
-        require_operator(_request(peer, "right"), "right")
+        Access("right").operator(_request(peer, "right"))
     assert caught.value.status == 403
 
 
 def test_control_from_here_needs_the_key() -> None:
-    require_operator(_request("127.0.0.1", "right"), "right")
+    Access("right").operator(_request("127.0.0.1", "right"))
     with pytest.raises(Refusal) as caught:
-        require_operator(_request("127.0.0.1", "wrong"), "right")
+        Access("right").operator(_request("127.0.0.1", "wrong"))
     assert caught.value.status == 401 and "right" not in caught.value.message
-
-
-def test_secrets() -> None:
-    assert same_secret("a", "a")
-    for given in (None, "", "b", "aa", "A"):
-        assert not same_secret(given, "a")
 
 
 def test_operator_key_is_private_and_kept(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Request bodies, read within limits.
+
+Invariant: a body is refused as soon as it is known to be too large, too slow or nested too deeply;
+what is accepted is one JSON object that every parser reads alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+from starlette.requests import Request
+
+from marft_agents.serving.refusals import Refusal
+
+MAX_DEPTH = 100
+MAX_VALUES = 2_000_000
+READ_TIMEOUT_S = 120.0
+"""For a whole body."""
+STALL_TIMEOUT_S = 30.0
+"""For its next part."""
+_OPENERS = (b"{", b"[")
+
+
+async def read_limited(
+    request: Request, limit: int, spend: Callable[[int], None] | None = None
+) -> bytes:
+    """The body, refused as soon as it is known to be longer than ``limit`` bytes.
+
+    ``spend`` is told of every byte before it is kept, and refuses what memory is too short for.
+
+    Raises:
+        Refusal: 413 for too much, 408 when it does not come.
+    """
+    refusal = Refusal(413, f"the request body is larger than {limit} bytes")
+    declared = request.headers.get("content-length", "0")
+    if len(declared) > 19 or (declared.isdigit() and int(declared) > limit):
+        raise refusal
+    parts: list[bytes] = []
+    size = 0
+    stream = request.stream()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while True:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    part = await anext(stream, None)
+                if part is None:
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+                size += len(part)
+                if size > limit:
+                    raise refusal
+                if part:
+                    if spend is not None:
+                        spend(len(part))
+                    parts.append(part)
+    except TimeoutError:
+        raise Refusal(408, "the request body did not arrive in time") from None
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body.
+
+    Raises:
+        Refusal: 400 for anything else, and for one that would take too much work.
+    """
+    openers = sum(map(data.count, _OPENERS))
+    if openers > MAX_VALUES or data.count(b",") > 4 * MAX_VALUES:
+        raise Refusal(400, f"the request body holds more than {MAX_VALUES} JSON values")
+    try:
+        body: Any = json.loads(data, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "the request body is no valid JSON") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, "the request body is no JSON object")
+    if openers > MAX_DEPTH and _too_deep(body):
+        raise Refusal(400, f"the request body is nested more than {MAX_DEPTH} levels deep")
+    return cast("dict[str, Any]", body)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _too_deep(body: object) -> bool:
+    level: list[Any] = [body]
+    for _ in range(MAX_DEPTH):
+        level = [
+            value
+            for holder in level
+            for value in (
+                cast("dict[str, Any]", holder).values() if isinstance(holder, dict) else holder
+            )
+            if isinstance(value, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,63 @@
+"""Connections that send their requests slowly, or heads without end.
+
+Invariant: a connection is closed when a whole head has not come within ``HEAD_TIMEOUT_S`` of its
+first byte (or of the connection), and when an unfinished head holds more than ``MAX_UNREAD`` bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+if TYPE_CHECKING:
+    _Base: Any = object
+else:
+    _Base = AutoHTTPProtocol
+
+HEAD_TIMEOUT_S = 20.0
+MAX_UNREAD = 64 * 1024
+
+
+class PatientProtocol(_Base):
+    """uvicorn's protocol, whichever parser it has, with a limit to its patience."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_is_here()
+            return
+        self._unread += len(data)
+        if self._unread > MAX_UNREAD:
+            self._close()
+        elif self._head_timer is None:
+            self._wait_for_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unread = 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_here()
+        super().connection_lost(exc)
+
+    def _wait_for_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
+
+    def _head_is_here(self) -> None:
+        self._unread = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
