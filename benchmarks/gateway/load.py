@@ -78,7 +78,7 @@ class Reply:
     events: int
 
 
-class _Client(asyncio.Protocol):
+class Client(asyncio.Protocol):
     """One connection; ``done`` is told of each reply."""
 
     def __init__(self) -> None:
@@ -116,7 +116,11 @@ class _Client(asyncio.Protocol):
             return
         self._chunk(data)
 
+    def arrives(self) -> None:
+        """Something of a stream is here."""
+
     def _chunk(self, data: bytes) -> None:
+        self.arrives()
         if not self._first and b"data: " in data:
             self._first = time.perf_counter()
         self._events += data.count(b'"content":')
@@ -145,10 +149,12 @@ class _Client(asyncio.Protocol):
 async def _one(plan: Plan, data: bytes, until: float, out: list[Reply]) -> None:
     """One client: asks until the time is over, and connects anew where it was cut off."""
     loop, address = asyncio.get_running_loop(), urlsplit(plan.url)
-    client: _Client | None = None
+    client: Client | None = None
     while time.perf_counter() < until:
         if client is None or client.lost:
-            _, client = await loop.create_connection(_Client, address.hostname, address.port)
+            _, client = await loop.create_connection(
+                Client, address.hostname or "", address.port or 80
+            )
         try:
             out.append(await asyncio.wait_for(client.ask(data), PATIENCE_S))
         except TimeoutError:

@@ -28,14 +28,13 @@ from benchmarks.gateway.stage import (
     AGENTS,
     Engine,
     Target,
+    engine_named,
     litellm,
     litellm_version,
     make_registry,
     ours,
-    scripted_engine,
     tiny_llama,
     versions_here,
-    vllm_engine,
 )
 from benchmarks.records import Record, Results, load_now, machine
 
@@ -109,22 +108,20 @@ def measure(plan: Plan, engine: Engine, target: Target) -> Record:
 
 
 @contextmanager
-def targets(engine_name: str) -> Generator[tuple[Engine, dict[str, Target]]]:
+def targets(engine_name: str, turns: int) -> Generator[tuple[Engine, dict[str, Target]]]:
     """Everything started and warm."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, model = Path(name), tiny_llama()
         make_registry(folder, model)
-        start = scripted_engine(folder) if engine_name == "scripted" else vllm_engine(
-            folder, model, print
-        )  # fmt: skip
-        engine = stack.enter_context(start)
+        engine = stack.enter_context(engine_named(engine_name, folder, model))
         gateway = stack.enter_context(ours(folder, model, engine.url))
         other = stack.enter_context(litellm(folder, engine.url))
         direct = Target("direct", engine.url, tuple(f"{agent}@v1" for agent in AGENTS), None)
         found = {target.name: target for target in (direct, gateway, other)}
         for target in found.values():
             for stream in (False, True):
-                record = measure(Plan(target.url, target.models, 8, 1.0, stream), engine, target)
+                plan = Plan(target.url, target.models, 8, 1.0, stream, turns=turns)
+                record = measure(plan, engine, target)
                 if record["failed"] or not record["requests"]:
                     raise RuntimeError(f"{target.name} does not answer: {record}")
         yield engine, found
@@ -153,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = [job for job in jobs if not results.has(keys[job])]
     if left:
         versions = _versions()
-        with targets(options.engine) as (engine, found):
+        with targets(options.engine, scale.turns) as (engine, found):
             pace = None
             for job in left:
                 _, kind, clients, name = job

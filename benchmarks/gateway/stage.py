@@ -38,11 +38,11 @@ _KEY_IN = "MARFT_BENCHMARK_KEY"
 
 
 def tiny_llama() -> Path:
-    """A random Llama of 2 layers, made once."""
+    """A random Llama of 2 layers, made once; vLLM needs heads of 32 on a CPU."""
     from tests.tiny_model import make_tiny_model
 
-    folder = Path(".cache/gateway-llama").absolute()
-    return folder if (folder / "config.json").exists() else make_tiny_model(folder, hidden=64)
+    folder = Path(".cache/gateway-llama-128").absolute()
+    return folder if (folder / "config.json").exists() else make_tiny_model(folder, hidden=128)
 
 
 def write_adapter(folder: Path, model: Path, seed: int) -> Path:
@@ -59,10 +59,10 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
 
 
 def make_registry(folder: Path, model: Path, versions: int = 1) -> Registry:
-    """Every agent with so many versions, the first one current."""
+    """Every agent with one version, the first agent with so many; the first one is current."""
     registry, base = Registry(folder / "adapters"), describe_base(model)
     for i, agent in enumerate(AGENTS):
-        for n in range(versions):
+        for n in range(1 if i else versions):
             staged = write_adapter(folder / f"staged-{agent}-{n}", model, seed=1000 * i + n)
             registry.publish(agent, staged, base=base, parent=None)
     return registry
@@ -155,6 +155,14 @@ def vllm_engine(folder: Path, model: Path, say: Callable[[str], None]) -> Genera
         say("starting vLLM")
         engine.wait_ready(300.0)
         say(f"vLLM was ready after {time.monotonic() - said:.0f} s")
+        yield engine
+
+
+@contextmanager
+def engine_named(name: str, folder: Path, model: Path) -> Generator[Engine]:
+    """The scripted engine or vLLM."""
+    start = scripted_engine(folder) if name == "scripted" else vllm_engine(folder, model, print)
+    with start as engine:
         yield engine
 
 
