@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import ssl
+import time
 from typing import Any, cast
 
 import httpx
@@ -15,6 +16,7 @@ import httpx
 from marft_agents.errors import ServerError
 
 _EXCERPT = 1000
+_MOST_BYTES = 64 * 1024 * 1024
 
 
 class AnswerError(ServerError):
@@ -28,6 +30,10 @@ class AnswerError(ServerError):
 
 class NoAnswerError(ServerError):
     """The server was not reached or did not answer in time; it may have acted all the same."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 # Shorter than the 5 s after which servers close an idle connection: one that is closed while a
@@ -60,6 +66,24 @@ def error_detail(body: bytes) -> str:
     return (value if isinstance(value, str) else json.dumps(value))[:_EXCERPT]
 
 
+def _whole(client: httpx.Client, request: httpx.Request, deadline: float) -> httpx.Response:
+    """The answer with its body; one that comes byte by byte must end in time, too."""
+    response = client.send(request, stream=True)
+    try:
+        parts: list[bytes] = []
+        size = 0
+        for part in response.iter_bytes():
+            parts.append(part)
+            size += len(part)
+            if size > _MOST_BYTES:
+                raise httpx.DecodingError(f"the answer is longer than {_MOST_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout("the answer does not end", request=request)
+    finally:
+        response.close()
+    return httpx.Response(response.status_code, content=b"".join(parts), request=request)
+
+
 def call(
     client: httpx.Client,
     method: str,
@@ -77,9 +101,12 @@ def call(
     """
     timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
     try:
-        response = client.request(method, url, json=body, headers=headers, timeout=timeout)
+        request = client.build_request(method, url, json=body, headers=headers, timeout=timeout)
+        response = _whole(client, request, time.monotonic() + timeout_s)
     except httpx.TimeoutException as error:
-        raise NoAnswerError(f"{method} {url} gave no answer within {timeout_s:g} s") from error
+        raise NoAnswerError(
+            f"{method} {url} gave no answer within {timeout_s:g} s", timed_out=True
+        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = str(error) or type(error).__name__
         raise NoAnswerError(f"cannot reach {url} ({reason})") from error

@@ -19,6 +19,7 @@ from marft_agents.errors import ServerError
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 
 _POLL_S = 0.25
+_KEYS = ("root", "parent")
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,21 @@ class ServedModel:
     parent: str | None
 
 
+def _served_model(entry: dict[str, Any]) -> ServedModel:
+    root, parent = (None if entry.get(key) is None else str(entry[key]) for key in _KEYS)
+    return ServedModel(str(entry.get("id")), root, parent)
+
+
 def root_url(url: str) -> str:
     """``http://host:port`` for an address given with or without ``/v1``."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 class EngineClient:
-    """Synchronous client of the engine's own API; ``url`` with or without ``/v1``."""
+    """Synchronous client of the engine's own API; ``url`` with or without ``/v1``.
+
+    ``probe_timeout_s`` is for log-probabilities, which wait behind the requests of a busy engine.
+    """
 
     def __init__(
         self,
@@ -45,10 +54,12 @@ class EngineClient:
         api_key: str | None = None,
         timeout_s: float = 30.0,
         load_timeout_s: float = 60.0,
+        probe_timeout_s: float = 120.0,
     ) -> None:
         self.url = root_url(url)
         self.timeout_s = timeout_s
         self.load_timeout_s = load_timeout_s
+        self.probe_timeout_s = probe_timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = new_client(headers)
 
@@ -80,13 +91,15 @@ class EngineClient:
         """
         self._call("GET", "/health", timeout_s=timeout_s)
 
-    def models(self) -> list[ServedModel]:
+    def models(self, timeout_s: float | None = None) -> list[ServedModel]:
         """What the engine lists: the base and every adapter it knows."""
-        data = json_object(self._call("GET", "/v1/models")).get("data")
+        data = json_object(self._call("GET", "/v1/models", timeout_s=timeout_s)).get("data")
         if not isinstance(data, list):
             raise ServerError(f"{self.url}/v1/models has no list under 'data'")
-        entries = cast("list[dict[str, Any]]", data)
-        return [ServedModel(str(e.get("id")), e.get("root"), e.get("parent")) for e in entries]
+        entries = cast("list[Any]", data)
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise ServerError(f"{self.url}/v1/models lists something else than models")
+        return [_served_model(cast("dict[str, Any]", entry)) for entry in entries]
 
     def base_name(self) -> str:
         """The name under which the engine serves the bare base model."""
@@ -147,7 +160,7 @@ class EngineClient:
             "temperature": 1.0,
             "prompt_logprobs": 0,
         }
-        answer = json_object(self._call("POST", "/v1/completions", body))
+        answer = json_object(self._call("POST", "/v1/completions", body, self.probe_timeout_s))
         try:
             entries = answer["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
             pairs = zip(completion_ids, entries, strict=True)

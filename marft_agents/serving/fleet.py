@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from marft_agents.registry import Registry
 from marft_agents.schema import BaseModelInfo
 from marft_agents.serving.aliases import Route
-from marft_agents.serving.loader import Limits
+from marft_agents.serving.loader import Limits, Loader, Step, StepError, step
 from marft_agents.serving.probe import ProbeReport
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.replica import Replica, ReplicaStatus
+from marft_agents.serving.threads import in_thread
 
 RETRY_AFTER_S = "2"
+DEADLINE_S = 240.0
+_T = TypeVar("_T")
 
 
 def _weight(episode: str, name: str) -> bytes:
@@ -28,11 +34,90 @@ def _weight(episode: str, name: str) -> bytes:
     return hashlib.blake2b(told, digest_size=8).digest()
 
 
-class Fleet:
-    """The replicas of one gateway; at least one."""
+def unready(message: str) -> Refusal:
+    """An answer that says when to ask again."""
+    refusal = Refusal(503, message)
+    refusal.headers["Retry-After"] = RETRY_AFTER_S
+    return refusal
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+
+@dataclass
+class _Work(Generic[_T]):
+    """One step on several replicas at the same time."""
+
+    doing: Step
+    route: Route
+    work: Callable[[Loader], _T]
+
+    async def on(self, replicas: Sequence[Replica], until: float) -> list[_T]:
+        """Results of the replicas that take traffic when all have ended.
+
+        Args:
+            until: on the monotonic clock.
+
+        Raises:
+            StepError: naming every replica that failed and still takes traffic, or all when none
+                did it.
+        """
+        tasks = {r: asyncio.ensure_future(self._one(r)) for r in replicas}
+        await asyncio.wait(tasks.values(), timeout=max(0.0, until - time.monotonic()))
+        late = [r for r, task in tasks.items() if not task.done()]
+        for replica in late:
+            tasks[replica].cancel()
+        errors = {r: self._late(r) for r in late}
+        results: dict[Replica, _T] = {}
+        for replica, task in tasks.items():
+            if replica in errors:
+                continue
+            if error := task.exception():
+                if not isinstance(error, StepError):
+                    raise error
+                errors[replica] = error
+            else:
+                results[replica] = task.result()
+        # A replica that left the traffic meanwhile gets every version before it comes back.
+        counted = {r: e for r, e in errors.items() if r.ready or not results}
+        if counted:
+            raise _together(counted)
+        return list(results.values())
+
+    async def _one(self, replica: Replica) -> _T:
+        with step(self.route.name, self.doing, replica.name):
+            return await in_thread(self.work, replica.loader)
+
+    def _late(self, replica: Replica) -> StepError:
+        return StepError(
+            f"step {self.doing} of {self.route.name} on {replica.name}: it did not end in time",
+            step=self.doing,
+            refused=False,
+            replica=replica.name,
+        )
+
+
+def _together(errors: dict[Replica, StepError]) -> StepError:
+    first = next(iter(errors.values()))
+    if len(errors) == 1:
+        return first
+    return StepError(
+        "; ".join(map(str, errors.values())),
+        step=first.step,
+        refused=all(error.refused for error in errors.values()),
+        replica=", ".join(replica.name for replica in errors),
+    )
+
+
+class Fleet:
+    """The replicas of one gateway; at least one.
+
+    Args:
+        deadline_s: longest time for loading and probing a version everywhere.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], *, deadline_s: float = DEADLINE_S) -> None:
         self.replicas = tuple(replicas)
+        self.stopping = False
+        """Set when no new request is to be taken."""
+        self._deadline_s = deadline_s
 
     @property
     def registry(self) -> Registry:
@@ -46,42 +131,71 @@ class Fleet:
     def limits(self) -> Limits:
         return self.replicas[0].loader.limits
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that an engine answers right now."""
+        return sum(replica.in_flight for replica in self.replicas)
+
     def status(self) -> list[ReplicaStatus]:
         """What every replica is doing."""
         return [replica.status() for replica in self.replicas]
 
-    def choose(self, episode: str | None, *, besides: Replica | None = None) -> Replica:
+    def choose(self, episode: str | None) -> Replica:
         """The replica for a request: an episode's own while that is ready, else the least busy.
 
         Raises:
             Refusal: 503 with ``Retry-After`` when none is ready.
         """
-        ready = [r for r in self.replicas if r.ready and r is not besides]
-        if not ready:
+        self.require_taking()
+        replica = self._pick(episode, self.replicas)
+        if replica is None:
             raise self.unavailable()
+        return replica
+
+    def another(self, replica: Replica, episode: str | None) -> Replica | None:
+        """One that is ready, in place of ``replica``."""
+        return self._pick(episode, [r for r in self.replicas if r is not replica])
+
+    def _pick(self, episode: str | None, replicas: Sequence[Replica]) -> Replica | None:
+        ready = [replica for replica in replicas if replica.ready]
         if episode is None:
-            return min(ready, key=lambda r: r.in_flight)
-        return max(ready, key=lambda r: _weight(episode, r.name))
+            return min(ready, key=lambda r: r.in_flight, default=None)
+        return max(ready, key=lambda r: _weight(episode, r.name), default=None)
+
+    def require_taking(self) -> None:
+        """Refuse a new request while the server stops.
+
+        Raises:
+            Refusal: 503.
+        """
+        if self.stopping:
+            refusal = unready("this server is being stopped; ask again when it is back")
+            refusal.headers["Connection"] = "close"
+            raise refusal
 
     def unavailable(self) -> Refusal:
         """The answer while no replica is ready."""
         reasons = "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.status() if s.reason)
-        refusal = Refusal(503, f"no engine is ready ({reasons or 'all failed'}); try again")
-        refusal.headers["Retry-After"] = RETRY_AFTER_S
-        return refusal
+        return unready(f"no engine is ready ({reasons or 'all failed'}); try again")
 
     async def bring_up(self, route: Route, *, in_use: bool = False) -> ProbeReport:
-        """Check, load and probe a version everywhere.
+        """Check, load and probe a version on every replica that takes traffic.
 
         Raises:
             StepError: naming the step and the replica. The version is then loaded nowhere, unless
-                it is ``in_use`` by requests in flight.
+                it is ``in_use``.
         """
-        reports = [
-            await asyncio.to_thread(r.loader.bring_up, route.agent, route.version, in_use=in_use)
-            for r in self.replicas
-        ]
-        return reports[0]
+        replicas, until = self._ready(route), time.monotonic() + self._deadline_s
+        check = replicas[0].loader.check
+        manifest = await in_thread(check, route.agent, route.version)
+        try:
+            await _Work("load", route, lambda loader: loader.load(manifest)).on(replicas, until)
+            work = _Work("probe", route, lambda loader: loader.probe(manifest))
+            return (await work.on(replicas, until))[0]
+        except StepError:
+            if not in_use:
+                await self._take_out(route, replicas)
+            raise
 
     async def probe_again(self, route: Route) -> ProbeReport:
         """Probe a version that serves already; it stays loaded whatever comes out.
@@ -89,32 +203,37 @@ class Fleet:
         Raises:
             StepError: when it does not answer as it should.
         """
-        reports = [
-            await asyncio.to_thread(r.loader.probe_again, route.agent, route.version)
-            for r in self.replicas
-        ]
-        return reports[0]
+        replicas, until = self._ready(route), time.monotonic() + self._deadline_s
+        check = replicas[0].loader.check
+        manifest = await in_thread(check, route.agent, route.version)
+        work = _Work("probe", route, lambda loader: loader.probe(manifest))
+        return (await work.on(replicas, until))[0]
 
-    async def restore(self, route: Route, replica: Replica) -> bool:
-        """Load a served version again that a replica has lost; False when it has it.
+    def _ready(self, route: Route) -> list[Replica]:
+        ready = [replica for replica in self.replicas if replica.ready]
+        if not ready:
+            reason = self.unavailable().message
+            message = f"step load of {route.name}: {reason}"
+            raise StepError(message, step="load", refused=False)
+        return ready
 
-        Raises:
-            MarftError: when the engine cannot be asked, or refuses.
+    async def _take_out(self, route: Route, replicas: Sequence[Replica]) -> dict[str, str]:
+        """Unload on all at the same time; why it failed, by replica."""
+        results = await asyncio.gather(
+            *(in_thread(r.loader.unload, route.agent, route.version) for r in replicas),
+            return_exceptions=True,
+        )
+        pairs = zip(replicas, results, strict=True)
+        return {r.name: str(e) for r, e in pairs if isinstance(e, BaseException)}
+
+    async def unload(self, route: Route) -> dict[str, str]:
+        """Take a version out wherever an engine runs.
+
+        Returns:
+            Why it failed, by replica; it is tried again when the replica is looked after.
         """
-        loader = replica.loader
-        if await asyncio.to_thread(loader.is_loaded, route.agent, route.version):
-            return False
-        await asyncio.to_thread(loader.bring_up, route.agent, route.version)
-        return True
-
-    async def unload(self, route: Route) -> None:
-        """Take a version out everywhere.
-
-        Raises:
-            MarftError: when an engine cannot be asked.
-        """
-        for replica in self.replicas:
-            await asyncio.to_thread(replica.loader.unload, route.agent, route.version)
+        reachable = [r for r in self.replicas if r.state in ("ready", "restoring")]
+        return await self._take_out(route, reachable)
 
     async def close(self) -> None:
         for replica in self.replicas:

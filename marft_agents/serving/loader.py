@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from marft_agents.errors import (
@@ -21,7 +22,8 @@ from marft_agents.errors import (
     SwapError,
 )
 from marft_agents.registry import Registry, read_adapter_config, validate_adapter_config
-from marft_agents.schema import AdapterManifest, BaseModelInfo, served_name
+from marft_agents.registry.reader import folder_name
+from marft_agents.schema import AdapterManifest, BaseModelInfo, parse_served_name, served_name
 from marft_agents.serving import probe as probes
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.probe import Baseline, ProbeReport
@@ -30,22 +32,30 @@ Step = Literal["check", "load", "probe", "record"]
 
 
 class StepError(SwapError):
-    """A version could not be brought up; ``refused`` tells a bad adapter from a bad engine."""
+    """A version could not be brought up.
 
-    def __init__(self, message: str, *, step: Step, refused: bool) -> None:
+    ``refused`` tells a bad adapter from a bad engine, ``replica`` which engine it was.
+    """
+
+    def __init__(
+        self, message: str, *, step: Step, refused: bool, replica: str | None = None
+    ) -> None:
         super().__init__(message)
         self.step: Step = step
         self.refused = refused
+        self.replica = replica
 
 
 @contextlib.contextmanager
-def step(name: str, doing: Step) -> Generator[None]:
-    """Name the step in whatever error leaves the block."""
+def step(name: str, doing: Step, replica: str | None = None) -> Generator[None]:
+    """Name the step, and the replica, in whatever error leaves the block."""
     try:
         yield
     except (MarftError, OSError) as error:
         refused = isinstance(error, AdapterError | RegistryError | ConfigError) or doing == "check"
-        raise StepError(f"step {doing} of {name}: {error}", step=doing, refused=refused) from error
+        where = "" if replica is None else f" on {replica}"
+        message = f"step {doing} of {name}{where}: {error}"
+        raise StepError(message, step=doing, refused=refused, replica=replica) from error
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,13 @@ class Limits:
     """Empty: every module."""
     max_loras: int | None = None
     """Adapters in use at once; ``None``: as many as there are, or not known."""
+    max_cpu_loras: int | None = None
+    """Adapters that the engine keeps in main memory; ``None`` likewise."""
+
+    @property
+    def slots(self) -> int | None:
+        """Versions that may be loaded at once; ``None``: no limit is known."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 def check_version(
@@ -123,41 +140,49 @@ class Loader:
         logprobs = self.client.prompt_logprobs(self.client.base_name(), ids[:1], ids[1:])
         self.baseline = Baseline(ids, tuple(logprobs))
 
-    def bring_up(self, agent: str, version: int, *, in_use: bool = False) -> ProbeReport:
+    def check(self, agent: str, version: int) -> AdapterManifest:
+        """The manifest of a version that may be sent to the engine.
+
+        Raises:
+            StepError: when the version, its base or its size does not fit.
+        """
+        with step(served_name(agent, version), "check"):
+            return check_version(self.registry, self.base, self.limits, agent, version)
+
+    def bring_up(self, agent: str, version: int) -> ProbeReport:
         """Check, load and probe one version; safe to repeat.
 
         Raises:
-            StepError: naming the step. The version is then not left loaded, unless it is
-                ``in_use`` by requests in flight.
+            StepError: naming the step; the version is then not left loaded.
         """
-        name = served_name(agent, version)
-        with step(name, "check"):
-            manifest = check_version(self.registry, self.base, self.limits, agent, version)
+        manifest = self.check(agent, version)
+        name = manifest.served_name
         try:
             with step(name, "load"):
-                self.client.load(name, self.registry.path(agent, version))
+                self.load(manifest)
             with step(name, "probe"):
-                return self._probe(manifest)
+                return self.probe(manifest)
         except StepError:
-            if in_use:
-                raise
             with contextlib.suppress(ServerError):
                 self.client.unload(name)
             raise
 
-    def probe_again(self, agent: str, version: int) -> ProbeReport:
-        """Probe a version that serves already; it stays loaded whatever comes out.
+    def load(self, manifest: AdapterManifest) -> None:
+        """Load a version that was checked; one that is loaded stays so.
 
         Raises:
-            StepError: when it does not answer as it should.
+            ServerError: when the engine does not list it from its folder afterwards.
         """
-        name = served_name(agent, version)
-        with step(name, "check"):
-            manifest = check_version(self.registry, self.base, self.limits, agent, version)
-        with step(name, "probe"):
-            return self._probe(manifest)
+        folder = self.registry.path(manifest.agent, manifest.version)
+        self.client.load(manifest.served_name, folder)
 
-    def _probe(self, manifest: AdapterManifest) -> ProbeReport:
+    def probe(self, manifest: AdapterManifest) -> ProbeReport:
+        """Whether a loaded version answers as it should; it stays loaded whatever comes out.
+
+        Raises:
+            SwapError: when it does not.
+            ServerError: when the engine fails.
+        """
         name, untrained = manifest.served_name, manifest.untrained
         probe = manifest.probe
         if probe is not None:
@@ -173,9 +198,31 @@ class Loader:
             name, self.baseline, served, untrained=untrained, tolerance=self.tolerance
         )
 
-    def is_loaded(self, agent: str, version: int) -> bool:
-        path = self.registry.path(agent, version)
-        return self.client.has_loaded(served_name(agent, version), path)
-
     def unload(self, agent: str, version: int) -> None:
         self.client.unload(served_name(agent, version))
+
+    def listed(self, timeout_s: float | None = None) -> set[tuple[str, int]]:
+        """Agent and version of everything that the engine has loaded from this registry.
+
+        What it lists under the same names from elsewhere is not among them.
+
+        Raises:
+            ServerError: when the engine cannot be asked.
+        """
+        found: set[tuple[str, int]] = set()
+        for model in self.client.models(timeout_s):
+            named = parse_served_name(model.name)
+            if named is None:
+                continue
+            folder = (self.registry.root / named[0] / folder_name(named[1])).absolute()
+            if model.root is None or Path(model.root) == folder:
+                found.add(named)
+        return found
+
+    def answers(self, agent: str, version: int) -> None:
+        """Return when a loaded version answers at all.
+
+        Raises:
+            ServerError: when it does not.
+        """
+        self.client.prompt_logprobs(served_name(agent, version), [1], [2])

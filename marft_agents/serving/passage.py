@@ -91,6 +91,12 @@ class Passage:
         aliases.begin(route, episode)
         replica.in_flight += 1
 
+    def move(self, replica: Replica) -> None:
+        """Another replica answers."""
+        self.replica.in_flight -= 1
+        self.replica = replica
+        replica.in_flight += 1
+
     def saw(self, data: bytes) -> None:
         """Bytes of the reply, as the engine sent them."""
         if self._first is None and data:

@@ -106,6 +106,11 @@ class Upstream:
         if session is not None:
             await session.close()
 
+    def move(self, url: str) -> None:
+        """The engine was started again, at another address."""
+        self.url = root_url(url)
+        self._urls.clear()
+
     def require_alive(self) -> None:
         """Refuse with 503 when the engine's process is gone."""
         if reason := self.death():
