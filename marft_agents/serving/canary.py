@@ -16,11 +16,13 @@ One-sided, z = 3.3 (p = 0.0005). Source: Newcombe 1998, method 10.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from marft_agents.registry import Bounds
+from marft_agents.serving.aliases import Route
 from marft_agents.serving.passage import Outcome
 
 Z = 3.3
@@ -29,6 +31,8 @@ MIN_WEIGHT = 20.0
 _LOOK = 1.25
 _MOST_EPISODES = 50_000
 _SHORTEST_S = 1e-6
+RECENT_S = 1800.0
+_MOST_RECENT = 2000
 
 
 @dataclass(slots=True)
@@ -223,3 +227,22 @@ class Comparison:
             "enough": self.verdict.enough,
             "worse": list(self.verdict.worse),
         }
+
+
+class Recent:
+    """The latest requests of one agent: what a version that was promoted is compared with."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._outcomes: deque[tuple[float, Outcome]] = deque(maxlen=_MOST_RECENT)
+
+    def add(self, outcome: Outcome) -> None:
+        self._outcomes.append((self._now(), outcome))
+
+    def side(self, route: Route) -> Side:
+        """The version's requests of the last half hour."""
+        side, oldest = Side(), self._now() - RECENT_S
+        for when, outcome in self._outcomes:
+            if when >= oldest and outcome.route == route:
+                side.add(outcome)
+        return side

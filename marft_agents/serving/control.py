@@ -1,31 +1,36 @@
-"""The operator's routes: what serves, and swap.
+"""The operator's routes: what serves, swaps, canaries, and episodes that have ended.
 
 Invariant: they answer to this machine only, and only to whoever can read the operator key.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import secrets
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 
-from marft_agents.errors import ConfigError
-from marft_agents.registry import Change
+from marft_agents.errors import AdapterError, ConfigError, RegistryError
+from marft_agents.registry import Bounds, Change
+from marft_agents.registry.canary import Then
 from marft_agents.serving.access import Access
 from marft_agents.serving.bodies import read_limited
+from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.loader import StepError
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.swap import Swapper
 
 KEY_FILE = ".operator-key"
-_MAX_BODY = 64 * 1024
+_MAX_BODY = 1024 * 1024
 _MAX_NAME = 128
+_MAX_EPISODES = 10_000
+_Body = TypeVar("_Body", bound=BaseModel)
 
 
 def ensure_operator_key(adapters: Path) -> str:
@@ -67,40 +72,104 @@ def read_operator_key(adapters: Path) -> str:
         ) from error
 
 
-def _swap_arguments(data: bytes) -> tuple[str, int, Change]:
+class _Asked(BaseModel):
+    """Who asks for a change of an agent, and why."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    agent: Annotated[str, Field(max_length=_MAX_NAME)]
+    by: Annotated[str, Field(max_length=_MAX_NAME)] = "serve"
+    command: Annotated[str, Field(max_length=_MAX_NAME)] | None = None
+    action: Literal["promote", "rollback"] = "promote"
+    evidence: dict[str, Any] = {}
+    force: bool = False
+
+    def change(self) -> Change:
+        return Change(self.by, self.command, self.action, self.evidence, self.force)
+
+
+class _Swap(_Asked):
+    version: int
+    now: bool = False
+    watch: Bounds | None = None
+
+
+class _Canary(_Asked):
+    version: int
+    share: float
+    then: Then = "tell"
+    bounds: Bounds = Bounds()
+
+
+class _Stop(_Asked):
+    now: bool = False
+
+
+class _Release(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    episodes: Annotated[list[str], Field(max_length=_MAX_EPISODES)]
+
+
+async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
+    """The request's body.
+
+    Raises:
+        Refusal: 400, saying what is wrong with it.
+    """
+    data = await read_limited(request, _MAX_BODY)
     try:
-        body: Any = json.loads(data)
-    except ValueError:
-        body = None
-    fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-    agent, version = fields.get("agent"), fields.get("version")
-    if not isinstance(agent, str) or not isinstance(version, int) or isinstance(version, bool):
-        raise Refusal(400, 'send {"agent": "<name>", "version": <number>}')
-    command, evidence = fields.get("command"), fields.get("evidence")
-    change = Change(
-        by=str(fields.get("by", "serve"))[:_MAX_NAME],
-        command=None if command is None else str(command)[:_MAX_NAME],
-        action="rollback" if fields.get("action") == "rollback" else "promote",
-        evidence=cast("dict[str, Any]", evidence) if isinstance(evidence, dict) else {},
-        force=fields.get("force") is True,
-    )
-    return agent, version, change
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise Refusal(400, f"{where}: {first['msg']}; send {example}") from error
 
 
-def control_routes(swapper: Swapper, access: Access) -> list[HttpRoute]:
-    """``GET /marft/state`` and ``POST /marft/swap``."""
+@contextlib.contextmanager
+def _refusals() -> Generator[None]:
+    """What an operator asked for and cannot be done, as answers."""
+    try:
+        yield
+    except StepError as error:
+        raise Refusal(409 if error.refused else 502, str(error)) from error
+    except (ConfigError, RegistryError, AdapterError) as error:
+        raise Refusal(409, str(error)) from error
+    except (ValidationError, OSError) as error:
+        raise Refusal(502, f"nothing was changed: {error}") from error
+
+
+def _agents(canaries: Canaries) -> dict[str, Any]:
+    """What serves for each agent, and why each loaded version is kept."""
+    aliases = canaries.aliases
+    kept = aliases.kept()
+    return {
+        current.agent: {
+            "current": current.version,
+            "served": aliases.served(current.agent),
+            "kept": {r.name: why for r, why in kept.items() if r.agent == current.agent},
+            "leases": {
+                r.name: n for r in kept if r.agent == current.agent and (n := aliases.leased(r))
+            },
+            **canaries.told(current.agent),
+        }
+        for current in aliases.routes()
+    }
+
+
+def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
+    """``GET /marft/state``; ``POST`` of ``/marft/swap``, ``canary``, ``canary/stop``, ``release``.
+
+    All may be said again: what holds already is not changed.
+    """
 
     async def state(request: Request) -> Response:
         access.operator(request)
-        aliases, fleet = swapper.aliases, swapper.fleet
-        agents = {
-            route.agent: {"current": route.version, "served": aliases.served(route.agent)}
-            for route in aliases.routes()
-        }
+        fleet = canaries.swapper.fleet
         return JSONResponse(
             {
                 "base": fleet.base.model_dump(mode="json"),
-                "agents": agents,
+                "agents": _agents(canaries),
                 "max_lora_rank": fleet.limits.max_lora_rank,
                 "max_loras": fleet.limits.max_loras,
                 "target_modules": list(fleet.limits.target_modules),
@@ -109,15 +178,45 @@ def control_routes(swapper: Swapper, access: Access) -> list[HttpRoute]:
 
     async def swap(request: Request) -> Response:
         access.operator(request)
-        agent, version, change = _swap_arguments(await read_limited(request, _MAX_BODY))
-        try:
-            return JSONResponse(await swapper.swap(agent, version, change))
-        except StepError as error:
-            raise Refusal(409 if error.refused else 502, str(error)) from error
-        except ConfigError as error:
-            raise Refusal(409, str(error)) from error
+        told = await _body(request, _Swap, '{"agent": "<name>", "version": <number>}')
+        with _refusals():
+            done = await canaries.swap(
+                told.agent, told.version, told.change(), now=told.now, watch=told.watch
+            )
+        return JSONResponse(done)
+
+    async def start(request: Request) -> Response:
+        access.operator(request)
+        example = '{"agent": "<name>", "version": <number>, "share": <0 to 1>}'
+        told = await _body(request, _Canary, example)
+        if not 0 < told.share < 1:
+            raise Refusal(400, f"share: {told.share} is not between 0 and 1; send {example}")
+        with _refusals():
+            done = await canaries.start(
+                told.agent,
+                told.version,
+                told.share,
+                bounds=told.bounds,
+                then=told.then,
+                change=told.change(),
+            )
+        return JSONResponse(done)
+
+    async def stop(request: Request) -> Response:
+        access.operator(request)
+        told = await _body(request, _Stop, '{"agent": "<name>"}')
+        with _refusals():
+            return JSONResponse(await canaries.stop(told.agent, told.change(), now=told.now))
+
+    async def release(request: Request) -> Response:
+        access.operator(request)
+        told = await _body(request, _Release, '{"episodes": ["<id>"]}')
+        return JSONResponse({"released": canaries.aliases.release(told.episodes)})
 
     return [
         HttpRoute("/marft/state", state, methods=["GET"]),
         HttpRoute("/marft/swap", swap, methods=["POST"]),
+        HttpRoute("/marft/canary", start, methods=["POST"]),
+        HttpRoute("/marft/canary/stop", stop, methods=["POST"]),
+        HttpRoute("/marft/release", release, methods=["POST"]),
     ]

@@ -152,6 +152,8 @@ class Episodes:
         self._limit = limit
         self._now = now
         self._known: OrderedDict[str, GatewayEpisode] = OrderedDict()
+        self.on_end: Callable[[str], object] = lambda _: None
+        """Told of every episode that ends, by the app's word or because nobody uses it."""
 
     def get(self, episode_id: str) -> GatewayEpisode | None:
         """The episode, if it was used here lately, or at an earlier gateway with this log."""
@@ -219,6 +221,7 @@ class Episodes:
         live.end()
         live.ended = reason, detail
         self._touch(live)
+        self.on_end(live.id)
         return live
 
     def sweep(self) -> None:
@@ -244,6 +247,7 @@ class Episodes:
         live.release()
         live.decide("failed", detail)
         live.end()
+        self.on_end(live.id)
 
     def _touch(self, live: GatewayEpisode) -> None:
         live.last_used = self._now()

@@ -26,6 +26,7 @@ from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.answers import HANDLERS, Relay, is_stream
 from marft_agents.serving.bodies import parse_object, read_limited
 from marft_agents.serving.borders import Borders
+from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
@@ -87,7 +88,14 @@ class Gateway:
         self.access = settings.access
         self.recording = recording
         self.supervisor = supervisor
-        self.observers = [*observers, *([supervisor.observe] if supervisor else [])]
+        self.canaries = Canaries(swapper)
+        self.observers = [
+            self.canaries.observe,
+            *observers,
+            *([supervisor.observe] if supervisor else []),
+        ]
+        if recording is not None:
+            recording.episodes.on_end = lambda episode: self.aliases.release([episode])
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -97,7 +105,7 @@ class Gateway:
             recording = self.recording.running() if self.recording else contextlib.nullcontext()
             watch = self.supervisor.running() if self.supervisor else contextlib.nullcontext()
             try:
-                async with recording, watch:
+                async with recording, watch, self.canaries.running():
                     yield
             finally:
                 await self.fleet.close()
@@ -109,7 +117,7 @@ class Gateway:
             HttpRoute("/v1/models", self._models, methods=["GET"]),
             HttpRoute("/health", self._health, methods=["GET"]),
             *self._recording_routes(),
-            *control_routes(self.swapper, self.access),
+            *control_routes(self.canaries, self.access),
         ]
         app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
         app.router.redirect_slashes = False

@@ -6,15 +6,19 @@ Invariant: whatever goes wrong is one error that says what still serves or what 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from marft_agents.errors import ConfigError, ServerError, SwapError
-from marft_agents.registry import Change
+from marft_agents.registry import Bounds, Change
+from marft_agents.registry.canary import Then
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 from marft_agents.serving.client import root_url
 from marft_agents.serving.control import read_operator_key
+
+_AT_ONCE = 5000
 
 
 class GatewayClient:
@@ -67,22 +71,102 @@ class GatewayClient:
         url = f"{self.url}/marft/state"
         return json_object(call(self._http, "GET", url, timeout_s=self.timeout_s))
 
-    def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
+    def swap(
+        self,
+        agent: str,
+        version: int,
+        change: Change | None = None,
+        *,
+        now: bool = False,
+        watch: Bounds | None = None,
+    ) -> dict[str, Any]:
         """Serve ``version`` for ``agent``; ``change`` is for the audit trail.
 
+        Args:
+            now: move over the episodes that keep an older version, too.
+            watch: go back by itself when the version does worse than the one before did.
+
         Returns:
-            agent, from, to, probe, unloaded.
+            agent, from, to, probe, unloaded, leases, moved.
 
         Raises:
             SwapError: when the swap was refused or failed; the old version still serves.
             ServerError: when the server is down.
         """
+        more: dict[str, Any] = {"version": version} | ({"now": True} if now else {})
+        if watch is not None:
+            more["watch"] = watch.model_dump()
+        return self._change("swap", agent, change, more, sign="probe")
+
+    def canary(
+        self,
+        agent: str,
+        version: int,
+        share: float,
+        change: Change | None = None,
+        *,
+        bounds: Bounds | None = None,
+        then: Then = "tell",
+    ) -> dict[str, Any]:
+        """Give ``version`` a ``share`` (0 to 1) of the episodes that begin from now on.
+
+        Returns:
+            agent, from, changed, and the canary as in :meth:`state`.
+
+        Raises:
+            SwapError: when it was refused or failed; nothing was changed.
+            ServerError: when the server is down.
+        """
+        more: dict[str, Any] = {"version": version, "share": share, "then": then}
+        more["bounds"] = (bounds or Bounds()).model_dump()
+        return self._change("canary", agent, change, more, sign="changed")
+
+    def stop_canary(
+        self, agent: str, change: Change | None = None, *, now: bool = False
+    ) -> dict[str, Any]:
+        """End the agent's canary; ``version`` is ``None`` in the answer when it has none.
+
+        Returns:
+            agent, version, unloaded, and how many episodes (``leases``) keep it.
+
+        Raises:
+            SwapError: when the server cannot; the canary goes on.
+            ServerError: when the server is down.
+        """
+        return self._change("canary/stop", agent, change, {"now": now}, sign="unloaded")
+
+    def release(self, episodes: Sequence[str]) -> int:
+        """Say that episodes have ended, so that no version is kept for them.
+
+        Returns:
+            How many of them kept one.
+
+        Raises:
+            ServerError: when the server is down or refuses.
+        """
+        released = 0
+        for start in range(0, len(episodes), _AT_ONCE):
+            body = {"episodes": list(episodes[start : start + _AT_ONCE])}
+            url = f"{self.url}/marft/release"
+            answer = call(self._http, "POST", url, body=body, timeout_s=self.timeout_s)
+            released += int(json_object(answer).get("released", 0))
+        return released
+
+    def _change(
+        self, what: str, agent: str, change: Change | None, more: dict[str, Any], *, sign: str
+    ) -> dict[str, Any]:
+        """One change; ``sign`` is what an answer of ours has."""
         told = dataclasses.asdict(change or Change())
         body = {name: value for name, value in told.items() if value is not None}
-        body |= {"agent": agent, "version": version}
-        url = f"{self.url}/marft/swap"
+        url = f"{self.url}/marft/{what}"
         try:
-            answer = call(self._http, "POST", url, body=body, timeout_s=self.swap_timeout_s)
+            answer = call(
+                self._http,
+                "POST",
+                url,
+                body=body | {"agent": agent} | more,
+                timeout_s=self.swap_timeout_s,
+            )
         except AnswerError as error:
             if error.status in (409, 502):
                 raise SwapError(error.detail) from error
@@ -90,6 +174,6 @@ class GatewayClient:
         except NoAnswerError as error:
             raise ServerError(f"{error}; is marft-agents serve running at {self.url}?") from error
         result = json_object(answer)
-        if not isinstance(result.get("probe"), dict):
+        if sign not in result:
             raise ServerError(f"{url} answered as no `marft-agents serve` does; is it one?")
         return result

@@ -18,7 +18,14 @@ from marft_agents.registry import Change, durable
 from marft_agents.schema import Probe
 from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits
-from tests.serving.stage import OPERATOR_KEY, House, Stage, fake_probe, running_stage
+from tests.serving.stage import (
+    LOOK_OFTEN,
+    OPERATOR_KEY,
+    House,
+    Stage,
+    fake_probe,
+    running_stage,
+)
 
 FAULTS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "cases" / "27-swap-faults.json").read_text()
@@ -31,6 +38,11 @@ def _serves(stage: Stage, agent: str) -> str:
     return answer.headers["X-Marft-Adapter"]
 
 
+def _told(stage: Stage, agent: str) -> dict[str, Any]:
+    state = stage.operator.state()["agents"][agent]
+    return {name: state[name] for name in ("current", "served")}
+
+
 def _assert_unchanged(stage: Stage) -> None:
     """router@v1 serves, v2 is not loaded, and the disk says so."""
     assert _serves(stage, "router") == "router@v1"
@@ -39,8 +51,7 @@ def _assert_unchanged(stage: Stage) -> None:
     trail = stage.house.registry.audit()
     assert [e["action"] for e in trail if e["result"] == "done"] == ["publish"] * 3
     assert all(e["current"] == 1 and "step" in e["result"] for e in trail[3:])
-    state = stage.operator.state()["agents"]["router"]
-    assert state == {"current": 1, "served": ["router@v1"]}
+    assert _told(stage, "router") == {"current": 1, "served": ["router@v1"]}
 
 
 def test_a_swap_moves_alias_current_and_audit(stage: Stage) -> None:
@@ -85,7 +96,7 @@ def test_an_agent_published_after_the_start_joins(stage: Stage) -> None:
 def test_state_tells_base_versions_and_limits(stage: Stage) -> None:
     state = stage.operator.state()
     assert state["base"]["fingerprint"] == stage.house.base.fingerprint
-    assert state["agents"]["writer"] == {"current": 1, "served": ["writer@v1"]}
+    assert _told(stage, "writer") == {"current": 1, "served": ["writer@v1"]}
     assert (state["max_lora_rank"], state["target_modules"]) == (16, [])
 
 
@@ -101,7 +112,7 @@ def test_a_stream_that_began_before_the_swap_ends_unbroken(stage: Stage) -> None
         result = stage.operator.swap("router", 2)
         assert not result["unloaded"]
         assert "router@v1" in stage.engine.adapters
-        assert stage.operator.state()["agents"]["router"] == {
+        assert _told(stage, "router") == {
             "current": 2,
             "served": ["router@v1", "router@v2"],
         }
@@ -388,12 +399,17 @@ def test_case_27e_a_restarted_engine_gets_its_adapters_back(stage: Stage) -> Non
     stage.engine.restart_empty()
     answer = stage.chat("router")
     assert (answer.status_code, answer.headers["X-Marft-Adapter"]) == (200, "router@v2")
-    assert set(stage.engine.adapters) == {"router@v2"}
-    health = stage.http.get(f"{stage.url}/health")
-    assert health.status_code == 503
-    assert "does not list writer@v1; loading again" in health.json()["reason"]
-    stage.wait(lambda: "writer@v1" in stage.engine.adapters)
-    assert stage.http.get(f"{stage.url}/health").status_code == 200
+    # All are back before it takes requests again.
+    assert set(stage.engine.adapters) == {"router@v2", "writer@v1"}
+    assert stage.states == ["ready"]
+
+
+def test_case_27e_a_restarted_engine_is_noticed_without_a_request(house: House) -> None:
+    with running_stage(house, pace=LOOK_OFTEN) as stage:
+        stage.engine.restart_empty()
+        stage.wait(lambda: set(stage.engine.adapters) == {"router@v1", "writer@v1"})
+        stage.wait(lambda: stage.states == ["ready"])
+        assert "engine-0 has lost adapters; they are loaded again" in stage.said
 
 
 def test_case_27e_an_engine_that_cannot_load_again_is_a_clear_error(stage: Stage) -> None:
@@ -403,6 +419,7 @@ def test_case_27e_an_engine_that_cannot_load_again_is_a_clear_error(stage: Stage
     assert answer.status_code == 503
     message = answer.json()["error"]["message"]
     assert "does not know router@v1 and could not load it again" in message
+    assert answer.headers["Retry-After"]
     assert all(body["model"] != "base" for body in stage.engine.bodies("/v1/chat/completions"))
 
 
