@@ -11,6 +11,7 @@ import click
 from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
 from marft_agents.serving.commands import EngineKind
+from marft_agents.serving.leases import LEASE_TIMEOUT_S
 from marft_agents.serving.plan import ServeSettings
 from marft_agents.serving.presets import PRESET_NAMES
 from marft_agents.serving.probe import TOLERANCE
@@ -129,6 +130,14 @@ def _say(line: str) -> None:
     "--start-timeout", type=float, default=600.0, show_default=True, help="Seconds for the engine."
 )
 @click.option(
+    "--lease-timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=LEASE_TIMEOUT_S,
+    show_default=True,
+    help="Without a request for so long, an episode loses the adapter versions it began with.",
+)
+@click.option(
     "--record",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
@@ -180,6 +189,7 @@ def command(**options: Any) -> None:
         record=options["record"],
         record_all=options["record_all"],
         episode_idle_s=options["episode_idle_timeout"],
+        lease_timeout_s=options["lease_timeout"],
     )
     try:
         serve(settings, _say)

@@ -27,6 +27,7 @@ from marft_agents.schema import BaseModelInfo, adapter_slugs
 from marft_agents.serving.aliases import Route
 from marft_agents.serving.commands import EngineKind
 from marft_agents.serving.engine_setup import EngineSetup, EngineWishes, settle_engine
+from marft_agents.serving.leases import LEASE_TIMEOUT_S
 from marft_agents.serving.loader import Limits, check_version
 from marft_agents.serving.lora_limits import Slots, settle_rank, settle_slots, slots_line
 from marft_agents.serving.probe import TOLERANCE
@@ -70,6 +71,8 @@ class ServeSettings:
     """Folder for the log of calls that clients ask to be recorded; ``None`` records nothing."""
     record_all: bool = False
     episode_idle_s: float = 3600.0
+    lease_timeout_s: float = LEASE_TIMEOUT_S
+    """An episode without a request for longer loses the versions that are kept for it."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from marft_agents.serving.control import ensure_operator_key
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.identity import BY_URL
+from marft_agents.serving.leases import Leases
 from marft_agents.serving.loader import Loader
 from marft_agents.serving.plan import Plan, Say, ServeSettings, check_settings, make_plan
 from marft_agents.serving.process import EngineProcess, free_port
@@ -93,8 +94,8 @@ def _engine(
         process.stop()
 
 
-def _load_all(loader: Loader, plan: Plan, say: Say) -> Aliases:
-    aliases = Aliases()
+def _load_all(loader: Loader, plan: Plan, leases: Leases, say: Say) -> Aliases:
+    aliases = Aliases(leases)
     loader.take_baseline()
     for route in plan.routes:
         try:
@@ -216,7 +217,8 @@ def _run(
         loader = Loader(
             client, plan.registry, plan.base, plan.limits, tolerance=settings.probe_tolerance
         )
-        aliases = _load_all(loader, plan, say)
+        leases = Leases(timeout_s=settings.lease_timeout_s)
+        aliases = _load_all(loader, plan, leases, say)
         death = _death_of(process)
         upstream = Upstream(url, death=death, api_key=settings.server_api_key)
         fleet = Fleet([Replica("engine-0", loader, upstream)])
