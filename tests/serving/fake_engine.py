@@ -7,7 +7,10 @@ runs in a thread of the test, or as a process of its own (``python fake_engine.p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -44,6 +47,7 @@ class Faults:
     ignore_adapters: bool = False
     """Answer as the base whatever the model."""
     generate_status: int = 200
+    score_status: int = 200
     unload_status: int = 200
     unwell: bool = False
     break_stream_after: int | None = None
@@ -80,6 +84,8 @@ class FakeEngine:
     """Set when a client left in the middle of a reply."""
     started: threading.Event = field(default_factory=threading.Event)
     """Set when a generation has begun."""
+    api_key: str | None = None
+    """Asked for on every route."""
 
     def start(self) -> Self:
         engine = self
@@ -87,8 +93,7 @@ class FakeEngine:
         class Handler(_Handler):
             fake = engine
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
@@ -104,6 +109,7 @@ class FakeEngine:
         self.release.set()
         self._server.shutdown()
         self._server.server_close()
+        self._server.drop_connections()
         self._thread.join()
 
     def restart_empty(self) -> None:
@@ -131,6 +137,31 @@ class FakeEngine:
         if self.faults.nan:
             effect = float("nan")
         return [base_logprob(token) - effect for token in tokens]
+
+
+class _Server(ThreadingHTTPServer):
+    """Takes its connections with it when it ends, as a process would."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: set[socket.socket] = set()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self._open.add(connection)
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def drop_connections(self) -> None:
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -164,8 +195,17 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {k.lower(): v for k, v in self.headers.items()}
         self.fake.seen.append(Seen(self.command, self.path, headers, body))
 
+    def _locked_out(self) -> bool:
+        key = self.fake.api_key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return False
+        self._error(401, "this engine answers to its gateway only")
+        return True
+
     def do_GET(self) -> None:
         self._note({})
+        if self._locked_out():
+            return
         if self.path == "/health":
             self._answer(503 if self.fake.faults.unwell else 200, "")
         elif self.path == "/v1/models":
@@ -181,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body: dict[str, Any] = json.loads(self.rfile.read(length) or b"{}")
         self._note(body)
+        if self._locked_out():
+            return
         if self.path == "/v1/load_lora_adapter":
             self._load(body)
         elif self.path == "/v1/unload_lora_adapter":
@@ -221,6 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
         fake, model = self.fake, body["model"]
         if model != BASE and model not in fake.adapters:
             self._error(404, f"The model `{model}` does not exist.")
+        elif "prompt_logprobs" in body and fake.faults.score_status != 200:
+            self._error(fake.faults.score_status, "EngineCore encountered an issue")
         elif "prompt_logprobs" in body:
             self._score(body)
         elif fake.faults.generate_status != 200:
@@ -354,7 +398,7 @@ def main() -> None:
     if arguments.die:
         print("torch.OutOfMemoryError: no memory left", flush=True)
         raise SystemExit(3)
-    FakeEngine(port=arguments.port).start()
+    FakeEngine(port=arguments.port, api_key=os.environ.get("MARFT_ENGINE_KEY")).start()
     threading.Event().wait()
 
 

@@ -25,6 +25,7 @@ from marft_agents.serving.gateway_client import GatewayClient
 from marft_agents.serving.loader import Limits, Loader
 from marft_agents.serving.recording import Recording
 from marft_agents.serving.replica import Replica
+from marft_agents.serving.supervisor import Pace, Supervisor
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.registry.bases import make_adapter, make_base
@@ -88,7 +89,15 @@ class Stage:
     http: httpx.Client
     operator: GatewayClient
     dead: list[str] = field(default_factory=list[str])
-    """Put a reason in, and the engine's process counts as gone."""
+    """Put a reason in, and the process of every engine counts as gone."""
+    engines: list[FakeEngine] = field(default_factory=list[FakeEngine])
+    """Of every replica; the first is ``engine``."""
+    said: list[str] = field(default_factory=list[str])
+    """What the supervisor told the operator."""
+
+    @property
+    def states(self) -> list[str]:
+        return [status.state for status in self.gateway.fleet.status()]
 
     def chat(self, model: Any = "router", **more: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "é?"}]} | more
@@ -128,42 +137,75 @@ def running_app(app: Any) -> Generator[str]:
         thread.join(10)
 
 
+NEVER_LOOK = Pace(poll_s=3600.0, again_s=0.02, shortest_s=0.02, longest_s=0.1)
+"""Replicas are looked at only when a request failed."""
+LOOK_OFTEN = Pace(poll_s=0.05, again_s=0.02, shortest_s=0.02, longest_s=0.1)
+
+
+def loaded_replica(
+    house: House, name: str, client: EngineClient, upstream: Upstream, limits: Limits | None
+) -> Replica:
+    """One that has every current version."""
+    loader = Loader(client, house.registry, house.base, limits or Limits(16))
+    loader.take_baseline()
+    for agent in house.registry.agents():
+        version = house.registry.current(agent)
+        assert version is not None
+        loader.bring_up(agent, version)
+    return Replica(name, loader, upstream)
+
+
+def current_aliases(house: House) -> Aliases:
+    aliases = Aliases()
+    for agent in house.registry.agents():
+        version = house.registry.current(agent)
+        assert version is not None
+        aliases.point(Route(agent, version))
+    return aliases
+
+
 @contextlib.contextmanager
 def running_stage(
     house: House,
     *,
+    replicas: int = 1,
     api_key: str | None = None,
+    timeout_s: float = 5.0,
     load_timeout_s: float = 5.0,
+    deadline_s: float = 60.0,
     limits: Limits | None = None,
     wait_for_drain_s: float = 10.0,
     read_timeout_s: float = 30.0,
     max_body: int = 4096,
     recording: Recording | None = None,
+    pace: Pace = NEVER_LOOK,
 ) -> Generator[Stage]:
     """Load what the registry says is current and serve it."""
     dead: list[str] = []
-    with (
-        FakeEngine() as engine,
-        EngineClient(engine.url, timeout_s=5, load_timeout_s=load_timeout_s) as client,
-    ):
-        loader = Loader(client, house.registry, house.base, limits or Limits(16))
-        loader.take_baseline()
-        aliases = Aliases()
-        for agent in house.registry.agents():
-            version = house.registry.current(agent)
-            assert version is not None
-            loader.bring_up(agent, version)
-            aliases.point(Route(agent, version))
-        upstream = Upstream(
-            engine.url, death=lambda: dead[0] if dead else None, read_timeout_s=read_timeout_s
-        )
-        fleet = Fleet([Replica("engine-0", loader, upstream)])
-        swapper = Swapper(fleet, aliases, wait_for_drain_s=wait_for_drain_s)
+    said: list[str] = []
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(FakeEngine()) for _ in range(replicas)]
+        made: list[Replica] = []
+        for i, engine in enumerate(engines):
+            client = EngineClient(
+                engine.url,
+                timeout_s=timeout_s,
+                load_timeout_s=load_timeout_s,
+                probe_timeout_s=timeout_s,
+            )
+            upstream = Upstream(
+                engine.url, death=lambda: dead[0] if dead else None, read_timeout_s=read_timeout_s
+            )
+            stack.enter_context(client)
+            made.append(loaded_replica(house, f"engine-{i}", client, upstream, limits))
+        fleet = Fleet(made, deadline_s=deadline_s)
+        swapper = Swapper(fleet, current_aliases(house), wait_for_drain_s=wait_for_drain_s)
         settings = GatewaySettings(Access(OPERATOR_KEY, api_key), max_body=max_body)
-        gateway = Gateway(swapper, settings, recording)
+        supervisor = Supervisor(fleet, swapper.keeper, {}, said.append, pace)
+        gateway = Gateway(swapper, settings, recording, supervisor=supervisor)
         with (
             running_app(gateway.app()) as url,
             httpx.Client(timeout=10, verify=tls()) as http,
             GatewayClient(url, operator_key=OPERATOR_KEY) as operator,
         ):
-            yield Stage(house, engine, gateway, url, http, operator, dead)
+            yield Stage(house, engines[0], gateway, url, http, operator, dead, engines, said)

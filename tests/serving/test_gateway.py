@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.stage import House, Stage, running_stage
+from tests.serving.stage import LOOK_OFTEN, House, Stage, running_stage
 
 
 def test_alias_version_headers_and_name(quiet_stage: Stage) -> None:
@@ -153,25 +153,42 @@ def test_engine_errors_pass_with_their_status(stage: Stage) -> None:
     assert answer.headers["X-Marft-Adapter"] == "router@v1"
 
 
-def test_health_tells_the_truth(stage: Stage) -> None:
-    def health() -> tuple[int, str]:
-        answer = stage.http.get(f"{stage.url}/health")
-        return answer.status_code, answer.json().get("reason", "")
+def test_health_tells_the_truth(house: House) -> None:
+    with running_stage(house, pace=LOOK_OFTEN) as stage:
 
-    assert health() == (200, "")
-    stage.engine.faults.unwell = True
-    assert health() == (503, "the engine says it is not well (status 503)")
-    stage.engine.faults.unwell = False
-    # An engine whose worker died answers /health with 200 and everything else with 500.
-    stage.engine.faults.generate_status = 500
-    for _ in range(3):
-        assert stage.chat().status_code == 500
-    assert health() == (503, "the engine failed the last 3 requests")
-    stage.engine.faults.generate_status = 200
-    assert stage.chat().status_code == 200
-    assert health() == (200, "")
-    stage.dead.append("exit code -9")
-    assert health() == (503, "the engine is gone: exit code -9")
+        def health() -> tuple[int, str]:
+            answer = stage.http.get(f"{stage.url}/health")
+            return answer.status_code, answer.json().get("reason", "")
+
+        assert health()[0] == 200
+        stage.engine.faults.unwell = True
+        stage.wait(lambda: health()[0] == 503)
+        assert "/health answered 503" in health()[1]
+        stage.engine.faults.unwell = False
+        stage.wait(lambda: health()[0] == 200)
+
+
+def test_an_engine_that_says_it_is_well_but_answers_nothing_takes_no_requests(house: House) -> None:
+    """An engine whose worker died answers /health with 200 and everything else with 500."""
+    with running_stage(house) as stage:
+        stage.engine.faults.generate_status = stage.engine.faults.score_status = 500
+        for _ in range(3):
+            assert stage.chat().status_code == 500
+        stage.wait(lambda: stage.states == ["down"])
+        answer = stage.chat()
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
+        assert "EngineCore encountered an issue" in answer.json()["error"]["message"]
+        stage.engine.faults.score_status = stage.engine.faults.generate_status = 200
+        stage.wait(lambda: stage.states == ["ready"])
+        assert stage.chat().status_code == 200
+
+
+def test_requests_that_an_engine_cannot_answer_do_not_take_it_out(house: House) -> None:
+    with running_stage(house) as stage:
+        stage.engine.faults.generate_status = 500
+        for _ in range(10):
+            assert stage.chat().status_code == 500
+        assert stage.states == ["ready"] and stage.said == []
 
 
 def test_a_dead_engine_is_a_clear_503(house: House) -> None:
@@ -181,12 +198,14 @@ def test_a_dead_engine_is_a_clear_503(house: House) -> None:
         assert answer.status_code == 503
         assert "ended with code 137" in answer.json()["error"]["message"]
         stage.dead.clear()
+        stage.wait(lambda: stage.states == ["ready"])
         stage.engine.stop()
         answer = stage.chat()
-        assert answer.status_code == 503
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
         assert "cannot be reached" in answer.json()["error"]["message"]
-        assert stage.http.get(f"{stage.url}/health").status_code == 503
+        stage.wait(lambda: stage.http.get(f"{stage.url}/health").status_code == 503)
         stage.engine.start()
+        stage.wait(lambda: stage.chat().status_code == 200)
 
 
 def test_a_silent_engine_is_a_504(house: House) -> None:
