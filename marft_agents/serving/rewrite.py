@@ -6,11 +6,16 @@ changes only where it is the engine's name for the version.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Collection
 
 from marft_agents.recording.lines import Lines, parsed
 from marft_agents.recording.restoring import NOTHING, Restorer
 from marft_agents.serving.usage import StreamUsage, Told, tell_usage
+
+_EVENT_END = b"\n\n"
+_MODEL, _USAGE = b'"model"', b'"usage"'
+_REASON, _GOES_ON = b'"finish_reason"', b'"finish_reason":null'
 
 
 def rewrite_json(
@@ -44,16 +49,67 @@ async def rewrite_stream(
     """
     lines, restorer = Lines(), Restorer(asked, hidden, served=engine_name)
     usage = usage or StreamUsage(_ignored, ours=False)
+    alike = None if hidden else _Alike(engine_name, asked)
     try:
         async for chunk in chunks:
+            if alike is not None and usage.idle and (renamed := alike.renamed(chunk)):
+                yield renamed
+                continue
             if seen := restorer.lines(usage.take(lines.feed(chunk))):
                 yield seen
+            if alike is not None:
+                alike.look(chunk, seen, whole=not lines.rest())
     except Exception:
         if seen := restorer.lines(usage.end()):
             yield seen
         raise
     if rest := restorer.end(usage.end(lines.rest())):
         yield rest
+
+
+class _Alike:
+    """Events that begin with the very bytes of one that was renamed: renamed without parsing them.
+
+    Where an object begins as another one did up to the end of its model's name, that name stands
+    in the same place. Whatever could make a difference is left to be read: another ``model``, the
+    end of a choice, the usage, a chunk that does not end with an event. That the rest is JSON is
+    not looked at.
+    """
+
+    def __init__(self, served: str, asked: str) -> None:
+        self._marks = [
+            b'"model":' + json.dumps(name, ensure_ascii=False).encode() for name in (served, asked)
+        ]
+        self._begins: tuple[bytes, bytes] | None = None
+        """How events begin, and how they are to begin."""
+        self._between = True
+        """Whether what has come so far ends with an event."""
+
+    def renamed(self, chunk: bytes) -> bytes | None:
+        """The chunk as the client is to see it; ``None`` where it has to be read for that."""
+        if self._begins is None or not self._between:
+            return None
+        before, after = self._begins
+        alike = (
+            chunk.startswith(before)
+            and chunk.endswith(_EVENT_END)
+            and chunk.count(_MODEL) == chunk.count(b"\n" + before) + 1
+            and _USAGE not in chunk
+            and chunk.count(_REASON) == chunk.count(_GOES_ON)
+        )
+        return chunk.replace(before, after) if alike else None
+
+    def look(self, chunk: bytes, seen: bytes, *, whole: bool) -> None:
+        """Learn from a chunk that was read, and from what was made of it."""
+        begun, self._between = self._between, whole and chunk.endswith(_EVENT_END)
+        if self._begins is not None or not begun or not chunk.startswith(b"data: {"):
+            return
+        served, asked = self._marks
+        head, mark, rest = chunk.partition(served)
+        event = rest.partition(b"\n")[0]
+        first = mark and b"\n" not in head and _MODEL not in head
+        if first and seen.startswith(head + asked + event + b"\n"):
+            self._begins = head + served, head + asked
 
 
 def _ignored(_prompt: int | None, _reply: int | None) -> None:

@@ -68,6 +68,11 @@ class StreamUsage:
         """The last chunk, and what came after it, until the usage."""
         self._dropping = self._line_dropped = False
 
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing, so that the next line alone says what becomes of it."""
+        return not (self._held or self._dropping or self._line_dropped)
+
     def take(self, lines: Iterable[Line]) -> list[Line]:
         """Of these lines, what the client is to see now."""
         out: list[Line] = []

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marft_agents.recording.lines import Line, Lines
 from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
 
 STREAM = (
@@ -66,6 +67,47 @@ def test_a_body_keeps_everything_else() -> None:
 
 async def test_lines_that_are_no_json_pass() -> None:
     assert b"".join(await _through([b"data: router@v3 {\n"])) == b"data: router@v3 {\n"
+
+
+def _event(value: Any) -> bytes:
+    head = {"id": "chatcmpl-1", "created": 1, "model": "router@v3"}
+    return b"data: " + json.dumps(head | value, separators=(",", ":")).encode() + b"\n\n"
+
+
+EVENTS = [
+    _event({"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}),
+    _event({"choices": [{"delta": {"content": 'says "model":"router@v3"'}}]}),
+    _event({"choices": [], "meta": {"model": "router@v3"}}),
+    _event({"choices": [], "meta": {"id": "chatcmpl-1", "created": 1, "model": "router@v3"}}),
+    _event({"choices": [], "other": "\n\ndata: {"}),
+    _event({"model": "router@v30"}),
+    _event({"choices": [{"delta": {}, "finish_reason": "stop"}]}),
+    b'data: {"id":"chatcmpl-1",\ndata: "model":"router@v3"}\n\n',
+    b": keep-alive\n\n",
+    b"data: [DONE]\n\n",
+]
+
+
+@given(st.lists(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3), max_size=6))
+async def test_events_that_come_whole_are_renamed_as_in_pieces(come: list[list[bytes]]) -> None:
+    chunks = [b"".join(events) for events in come]
+    whole = b"".join(chunks)
+    pieces = [whole[i : i + 1] for i in range(len(whole))]
+    assert b"".join(await _through(chunks)) == b"".join(await _through(pieces))
+
+
+async def test_events_that_begin_alike_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    feed = Lines.feed
+
+    def noted(lines: Lines, data: bytes) -> list[Line]:
+        read.append(data)
+        return feed(lines, data)
+
+    monkeypatch.setattr(Lines, "feed", noted)
+    out = await _through([EVENTS[0]] * 3 + [EVENTS[0] * 2, EVENTS[6], EVENTS[0]])
+    assert b"".join(out).count(b'"model":"router"') == 7
+    assert read == [EVENTS[0], EVENTS[6]]
 
 
 def _chunk(**choice: Any) -> bytes:
