@@ -174,7 +174,7 @@ def settle_engine(wishes: EngineWishes, model_dir: Path, base: BaseModelInfo) ->
         parsers,
         announced_mode(args),
         announced_sampling(args, calls_held=held),
-        (*notices, *parsers.notices),
+        (*notices, *(() if more else parsers.notices)),
     )
 
 

@@ -1,11 +1,13 @@
 """Every runtime on vLLM and real weights: ids, log-probabilities and text of each call agree.
 
-Each plays in its own environment, against one server; what they logged is checked here.
+Each plays in its own environment, against one server; what they logged is checked here. So is what
+the same server says of itself: an engine's start is the slowest part of these tests.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.support_triage import base_model
 from marft_agents.log import LogReader
@@ -34,6 +37,11 @@ PLAYS: dict[str, str | None] = {
     "openai_agents": "openai-agents",
 }
 """Runtime to its environment; ``None``: this one."""
+SHOWS_TOOLS = (
+    "{% if tools %}<|im_start|>system\nFunctions:{% for tool in tools %}\n{{ tool | tojson }}"
+    '{% endfor %}\nCall one: <tool_call>{"name": name, "arguments": object}</tool_call>'
+    "<|im_end|>\n{% endif %}"
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -52,7 +60,11 @@ def model() -> str:
 @pytest.fixture(scope="module")
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     adapters = tmp_path_factory.mktemp("adapters")
+    template = adapters.parent / "tools.jinja"
+    own = (Path(model) / "chat_template.jinja").read_text(encoding="utf-8")
+    template.write_text(SHOWS_TOOLS + own, encoding="utf-8")
     engine = ["--engine", "vllm", "--max-lora-rank", "8", "--max-model-len", "1024"]
+    engine += ["--chat-template", str(template)]
     with ServerProcess(adapters, model=model, agents=AGENTS, extra=engine) as running:
         yield running
 
@@ -99,3 +111,49 @@ def test_ids_log_probabilities_and_text_agree(
             assert turn.adapter_start == turn.adapter_end == f"{turn.model}@v1"
             assert largest_gap(turn.logprobs, rescored(server.url, turn)) < 0.05
         assert any(t.trainable for t in episode.turns)
+
+
+def chat(server: ServerProcess, **fields: Any) -> httpx.Response:
+    body = {
+        "model": "planner",
+        "messages": [{"role": "user", "content": "Name three colours of the rainbow."}],
+        "max_tokens": 24,
+        "return_token_ids": True,
+        "logprobs": True,
+    }
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, timeout=120.0)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def test_tools_reach_the_model_that_was_given_a_template_for_them(
+    server: ServerProcess, model: str
+) -> None:
+    """The parser was chosen by that template; without one the engine answers 400."""
+    function = {"name": "paint_it", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    reply = chat(server, tools=tools, tool_choice="auto").json()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    assert "paint_it" in tokenizer.decode(reply["prompt_token_ids"])
+    assert reply["choices"][0]["finish_reason"] in ("stop", "length", "tool_calls")
+
+
+def test_the_announced_mode_is_what_is_served(server: ServerProcess, model: str) -> None:
+    temperature = 0.7
+    reply = chat(server, temperature=temperature, top_p=1.0, seed=3)
+    assert reply.headers["X-Marft-Logprobs-Mode"] == "processed_logprobs"
+    assert json.loads(reply.headers["X-Marft-Sampling-Defaults"])["temperature"] == 1.0
+    answer = reply.json()
+    (choice,) = answer["choices"]
+    served = [token["logprob"] for token in choice["logprobs"]["content"]]
+    prompt, ids = answer["prompt_token_ids"], choice["token_ids"]
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = base(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+
+    def scores(divisor: float) -> list[float]:
+        picked = torch.tensor(ids).unsqueeze(1)
+        return (logits / divisor).log_softmax(-1).gather(1, picked).squeeze(1).tolist()
+
+    assert largest_gap(served, scores(temperature)) < 1e-3
+    assert largest_gap(served, scores(1.0)) > 1e-2
