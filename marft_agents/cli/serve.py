@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
+from marft_agents.cli._serve_access import access_options, access_settings, key_from
 from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
 from marft_agents.serving.commands import EngineKind
@@ -20,17 +20,6 @@ from marft_agents.serving.server import serve
 
 def _names(value: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (value or "").split(",") if name.strip())
-
-
-def _key_from(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(f"the environment variable {variable!r} is empty; put the API key there")
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"the key in {variable!r} has characters that no header can carry")
-    return key
 
 
 def _rank(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
@@ -97,7 +86,7 @@ def _say(line: str) -> None:
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--api-key-env", metavar="NAME", help="Variable with the key clients must send.")
+@access_options
 @click.option(
     "--max-lora-rank",
     metavar="auto|RANK",
@@ -174,10 +163,10 @@ def command(**options: Any) -> None:
         reasoning_parser=options["reasoning_parser"],
         chat_template=options["chat_template"],
         server=options["server"],
-        server_api_key=_key_from(options["server_key_env"]),
+        server_api_key=key_from(options["server_key_env"]),
         host=options["host"],
         port=options["port"],
-        api_key=_key_from(options["api_key_env"]),
+        **access_settings(options),
         max_lora_rank=options["max_lora_rank"],
         max_loras=options["max_loras"],
         max_cpu_loras=options["max_cpu_loras"],

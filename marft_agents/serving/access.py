@@ -29,12 +29,13 @@ class Access:
         self._operator = Keyring([Key(Client("operator", "operator"), digest_of(operator_key))])
         first = Key(Client("application", "application"), digest_of(api_key)) if api_key else None
         self._first = Keyring([first] if first is not None else ())
-        self._has_first = first is not None
+        self._needs_key = first is not None
 
     @property
     def needs_key(self) -> bool:
-        """Whether applications need a key."""
-        return self._has_first or self._keyring.has("application")
+        """Whether applications need a key; once they do, they do though the last key goes."""
+        self._needs_key = self._needs_key or self._keyring.has("application")
+        return self._needs_key
 
     def application(self, request: Request) -> Client:
         """Who asks for a model's answer.

@@ -7,6 +7,7 @@ first byte (or of the connection), and when an unfinished head holds more than `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -18,6 +19,8 @@ else:
 
 HEAD_TIMEOUT_S = 20.0
 MAX_UNREAD = 64 * 1024
+_MOST_FILES = 65_536
+_MOST_CONNECTIONS = 8192
 
 
 class PatientProtocol(_Base):
@@ -61,3 +64,21 @@ class PatientProtocol(_Base):
     def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def connection_limit() -> int:
+    """Connections to hold at once: what this process may open, less than half of it for clients.
+
+    Every request to the engine needs a connection of its own, too.
+    """
+    try:
+        import resource
+    except ImportError:  # no such limits there
+        return _MOST_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard if hard > 0 else _MOST_FILES, _MOST_FILES)
+    if 0 < soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return min(_MOST_CONNECTIONS, max(32, (soft - 128) // 2 if soft > 0 else _MOST_CONNECTIONS))

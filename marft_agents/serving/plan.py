@@ -24,6 +24,7 @@ from marft_agents.registry import (
     write_untrained_adapter,
 )
 from marft_agents.schema import BaseModelInfo, adapter_slugs
+from marft_agents.serving.access_setup import NamedKey, check_access
 from marft_agents.serving.aliases import Route
 from marft_agents.serving.commands import EngineKind
 from marft_agents.serving.engine_setup import EngineSetup, EngineWishes, settle_engine
@@ -31,7 +32,6 @@ from marft_agents.serving.leases import LEASE_TIMEOUT_S
 from marft_agents.serving.loader import Limits, check_version
 from marft_agents.serving.lora_limits import Slots, settle_rank, settle_slots, slots_line
 from marft_agents.serving.probe import TOLERANCE
-from marft_agents.serving.refusals import is_loopback
 
 Say = Callable[[str], None]
 
@@ -57,6 +57,17 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_keys: tuple[NamedKey, ...] = ()
+    """Further keys of applications, each with the name that metrics and logs call it by."""
+    keys: Path | None = None
+    """A private file of keys with names and roles, read again when it changes."""
+    max_in_flight: int | None = None
+    """Requests under way at once; ``None``: as many as the engines run."""
+    allow_fields: tuple[str, ...] = ()
+    """Request fields to pass on beside the known ones."""
+    allow_media_urls: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that clients may call this server by."""
     max_lora_rank: int | None = None
     """``None``: enough for every version in use, and 16 at least."""
     max_loras: int | None = None
@@ -95,11 +106,7 @@ def check_settings(settings: ServeSettings) -> None:
     Raises:
         ConfigError: naming the flag.
     """
-    if not is_loopback(settings.host) and not settings.api_key:
-        raise ConfigError(
-            f"--host {settings.host} is reachable from other machines; put a key into a variable"
-            " and name it with --api-key-env NAME, or listen on 127.0.0.1"
-        )
+    check_access(settings.host, settings.api_key, settings.api_keys, settings.keys)
     settle_rank(settings.max_lora_rank, ())
     _check_started_here(settings)
     if settings.record_all and settings.record is None:

@@ -24,6 +24,7 @@ from marft_agents.errors import EngineError, ServerError
 from marft_agents.serving import guard
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import LOOPBACK, EngineCommand
+from marft_agents.serving.engine_key import key_of
 
 _TAIL_LINES = 15
 _POLL_S = 0.05
@@ -176,6 +177,7 @@ class EngineProcess(GuardedProcess):
 
     def __init__(self, command: EngineCommand, *, port: int, log: Path, name: str) -> None:
         super().__init__(command.argv, log=log, name=name, env=command.env)
+        self._key = key_of(command)
         self.url = f"http://{LOOPBACK}:{port}"
 
     def wait_ready(self, timeout: float = 600.0, progress: Progress | None = None) -> None:
@@ -191,7 +193,7 @@ class EngineProcess(GuardedProcess):
             if progress is not None:
                 progress(seconds, line or self.tail(1) or "no output yet")
 
-        with EngineClient(self.url) as client:
+        with EngineClient(self.url, api_key=self._key) as client:
             try:
                 client.wait_healthy(timeout, still_alive=self.check_alive, progress=tell)
                 waited = time.monotonic() - start

@@ -10,17 +10,22 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import uvicorn
 
 from marft_agents.errors import ConfigError, EngineError, MarftError
 from marft_agents.recording import MarftRecorder
 from marft_agents.registry import locks
-from marft_agents.serving.access import Access
+from marft_agents.serving.access_setup import make_access
+from marft_agents.serving.admission import MAX_IN_FLIGHT, Admission
 from marft_agents.serving.aliases import Aliases
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import EngineCommand
+from marft_agents.serving.connections import MAX_UNREAD, PatientProtocol, connection_limit
 from marft_agents.serving.control import ensure_operator_key
+from marft_agents.serving.engine_key import guarded, new_engine_key
+from marft_agents.serving.fields import Fields
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.identity import BY_URL
@@ -29,6 +34,7 @@ from marft_agents.serving.loader import Loader
 from marft_agents.serving.plan import Plan, Say, ServeSettings, check_settings, make_plan
 from marft_agents.serving.process import EngineProcess, free_port
 from marft_agents.serving.recording import Recording
+from marft_agents.serving.refusals import is_loopback
 from marft_agents.serving.replica import Replica
 from marft_agents.serving.resume import recent_episodes
 from marft_agents.serving.swap import Swapper
@@ -56,8 +62,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _engine_command(settings: ServeSettings, plan: Plan, port: int) -> EngineCommand:
-    assert plan.engine is not None
-    return plan.engine.command(
+    assert plan.engine is not None and settings.server_api_key is not None
+    command = plan.engine.command(
         plan.model_dir,
         port=port,
         max_lora_rank=plan.limits.max_lora_rank,
@@ -65,6 +71,7 @@ def _engine_command(settings: ServeSettings, plan: Plan, port: int) -> EngineCom
         target_modules=plan.limits.target_modules,
         max_model_len=settings.max_model_len,
     )
+    return guarded(command, settings.server_api_key)
 
 
 @contextlib.contextmanager
@@ -170,9 +177,13 @@ def _recording(settings: ServeSettings) -> Recording | None:
 def _gateway_settings(settings: ServeSettings, plan: Plan, operator_key: str) -> GatewaySettings:
     engine = plan.engine
     return GatewaySettings(
-        Access(operator_key, settings.api_key),
+        make_access(operator_key, settings.api_key, settings.api_keys, settings.keys),
         logprobs_mode=engine.logprobs_mode if engine else settings.logprobs_mode,
         sampling_defaults=engine.sampling_defaults if engine else None,
+        fields=Fields(settings.allow_fields, media_urls=settings.allow_media_urls),
+        admission=Admission(settings.max_in_flight or MAX_IN_FLIGHT),
+        loopback=is_loopback(settings.host),
+        allowed_hosts=settings.allowed_hosts,
     )
 
 
@@ -181,6 +192,10 @@ def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
         gateway.app(),
         log_level="warning",
         access_log=False,
+        http=PatientProtocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_UNREAD,
+        limit_concurrency=connection_limit(),
         proxy_headers=False,  # a forwarded address must not pass for a loopback peer
         server_header=False,
         timeout_keep_alive=75,  # longer than any client keeps an idle connection
@@ -198,6 +213,8 @@ def serve(settings: ServeSettings, say: Say) -> None:
         ServerError: when the engine does not answer.
     """
     check_settings(settings)
+    if settings.server is None:
+        settings = replace(settings, server_api_key=new_engine_key())
     with contextlib.closing(_listen(settings.host, settings.port)) as sock:
         plan = make_plan(settings, say)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

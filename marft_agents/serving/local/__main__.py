@@ -6,6 +6,7 @@ Invariant: it listens on loopback only, and only once the model is loaded and ch
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 import uvicorn
 
 from marft_agents.errors import ConfigError, MarftError, MissingExtraError
+from marft_agents.serving.engine_side.marft_engine_guard import VARIABLE, RequireKey
 from marft_agents.serving.chat_template import read_chat_template
 
 _NOT_FOR_PRODUCTION = "for development and tests, not for production: serve with vLLM there"
@@ -107,8 +109,12 @@ def command(
     )
     engine = LocalEngine(folder, options)
     click.echo(f"marft local engine: {folder} as {served_model_name!r} on {url}", err=True)
+    app = create_app(engine)
     config = uvicorn.Config(
-        create_app(engine), log_level="warning", lifespan="off", timeout_graceful_shutdown=1
+        RequireKey(app) if VARIABLE in os.environ else app,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
     )
     try:
         uvicorn.Server(config).run(sockets=[listener])
