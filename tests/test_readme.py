@@ -101,7 +101,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, folder: Pat
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.1)

@@ -77,6 +77,8 @@ class Sink:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._closed = self._log_closed = self._given_up = self._threadless = False
+        self.lost = 0
+        """Events that never reached the log, since the start."""
         self.after_fork()
         leaving.watch(self)
 
@@ -90,6 +92,11 @@ class Sink:
         self._accepted = 0
         self._handled = 0
         self._thread: threading.Thread | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Events that wait to be written."""
+        return self._accepted - self._handled + len(self._kept)
 
     # -- the app's side -----------------------------------------------------------------------
 
@@ -175,6 +182,7 @@ class Sink:
 
     def _lose(self, event: Event) -> None:
         """Count a lost event; the caller holds the lock."""
+        self.lost += 1
         if isinstance(event, EpisodeEnded):
             self._dropped.pop(event.episode_id, None)  # nothing is left to tell it in
             return

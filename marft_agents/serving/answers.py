@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.upstream import Answer, WhileThere
+from marft_agents.serving.visits import note_problem
 
 
 class Relay(StreamingResponse):
@@ -45,7 +46,8 @@ _WITHOUT_V1 = {"/chat/completions", "/completions", "/models", "/responses"}
 """Where clients ask whose base_url is the server's address alone."""
 
 
-async def _answer_refusal(_: Request, error: Refusal) -> Response:
+async def _answer_refusal(request: Request, error: Refusal) -> Response:
+    note_problem(request, error.message)
     return error.response()
 
 

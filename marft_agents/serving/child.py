@@ -84,7 +84,7 @@ class ServerProcess:
             while True:
                 self._process.check_alive()
                 try:
-                    call(http, "GET", f"{self.url}/health", timeout_s=5.0)
+                    call(http, "GET", f"{self.url}/ready", timeout_s=5.0)
                     return
                 except ServerError as error:
                     now = time.monotonic()

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
+from starlette.types import ASGIApp
 
 from marft_agents.errors import MarftError
 from marft_agents.serving.access import Access, Client
@@ -32,7 +33,11 @@ from marft_agents.serving.control import control_routes
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
 from marft_agents.serving.fields import Fields
 from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet, unready
+from marft_agents.serving.health import monitoring_routes
 from marft_agents.serving.identity import caller_of, episode_of
+from marft_agents.serving.logs import log_swap, log_visit
+from marft_agents.serving.metrics import Metrics
+from marft_agents.serving.metrics_state import State
 from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
@@ -43,6 +48,7 @@ from marft_agents.serving.swap import Swapper
 from marft_agents.serving.threads import in_thread
 from marft_agents.serving.upstream import Answer, WhileThere
 from marft_agents.serving.usage import StreamUsage, own_usage
+from marft_agents.serving.visits import Visits, name_client
 
 MAX_BODY = 32 * 1024 * 1024
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
@@ -96,8 +102,13 @@ class Gateway:
         ]
         if recording is not None:
             recording.episodes.on_end = lambda episode: self.aliases.release([episode])
+        sink = recording.core.sink if recording else None
+        self.metrics = Metrics(State(self.fleet, self.aliases, settings.admission, sink))
+        self.visits = Visits([self.metrics.visit, log_visit])
+        self.observers += [self.metrics.outcome, self.visits.outcome]
+        swapper.observers += [self.metrics.swap, log_swap]
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
 
         @contextlib.asynccontextmanager
@@ -115,7 +126,7 @@ class Gateway:
             HttpRoute(TEXT, self._generate, methods=["POST"]),
             *other_routes(self._serve),
             HttpRoute("/v1/models", self._models, methods=["GET"]),
-            HttpRoute("/health", self._health, methods=["GET"]),
+            *monitoring_routes(self.fleet, self.aliases, self.access, self.metrics),
             *self._recording_routes(),
             *control_routes(self.canaries, self.access),
         ]
@@ -123,7 +134,7 @@ class Gateway:
         app.router.redirect_slashes = False
         settings = self.settings
         app.add_middleware(Borders, loopback=settings.loopback, names=settings.allowed_hosts)
-        return app
+        return self.visits.around(app)
 
     def _recording_routes(self) -> Sequence[HttpRoute]:
         if self.recording is None:
@@ -152,18 +163,13 @@ class Gateway:
         ]
         return JSONResponse({"object": "list", "data": data})
 
-    async def _health(self, request: Request) -> Response:
-        if any(replica.ready for replica in self.fleet.replicas):
-            return JSONResponse({"status": "ok"})
-        reason = self.fleet.unavailable().message
-        return JSONResponse({"status": "unavailable", "reason": reason}, 503)
-
     async def _generate(self, request: Request) -> Response:
         return await self._serve(request, TEXT if request.url.path == TEXT else CHAT)
 
     async def _serve(self, request: Request, path: str) -> Response:
         """Answer from the engine's ``path``."""
         ticket = self.settings.admission.arrive(self.access.application(request))
+        name_client(request, ticket.client.name)
         try:
             return await self._admitted(request, path, ticket)
         except BaseException:

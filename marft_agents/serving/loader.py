@@ -27,6 +27,7 @@ from marft_agents.schema import AdapterManifest, BaseModelInfo, parse_served_nam
 from marft_agents.serving import probe as probes
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.probe import Baseline, ProbeReport
+from marft_agents.serving.swap_events import timed_step
 
 Step = Literal["check", "load", "probe", "record"]
 
@@ -50,7 +51,8 @@ class StepError(SwapError):
 def step(name: str, doing: Step, replica: str | None = None) -> Generator[None]:
     """Name the step, and the replica, in whatever error leaves the block."""
     try:
-        yield
+        with timed_step(doing, replica):
+            yield
     except (MarftError, OSError) as error:
         refused = isinstance(error, AdapterError | RegistryError | ConfigError) or doing == "check"
         where = "" if replica is None else f" on {replica}"

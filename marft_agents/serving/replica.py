@@ -6,10 +6,12 @@ probed every version that requests may be given. In any other state a reason say
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 from marft_agents.serving.loader import Loader
+from marft_agents.serving.log_lines import say
 from marft_agents.serving.upstream import Upstream
 
 State = Literal["starting", "restoring", "ready", "down"]
@@ -47,6 +49,9 @@ class Replica:
 
     def become(self, state: State, reason: str | None = None) -> None:
         """Go into a state."""
+        if state != self.state:
+            level = logging.INFO if state == "ready" else logging.WARNING
+            say("replica", level, replica=self.name, state=state, was=self.state, reason=reason)
         self.state, self.reason = state, reason
 
     def status(self) -> ReplicaStatus:

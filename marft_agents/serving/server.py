@@ -190,6 +190,7 @@ def _gateway_settings(settings: ServeSettings, plan: Plan, operator_key: str) ->
 def _uvicorn_config(gateway: Gateway) -> uvicorn.Config:
     return uvicorn.Config(
         gateway.app(),
+        log_config=None,  # whoever runs this says where its warnings go
         log_level="warning",
         access_log=False,
         http=PatientProtocol,

@@ -24,6 +24,7 @@ from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.keeper import Keeper
 from marft_agents.serving.loader import StepError, step
 from marft_agents.serving.probe import ProbeReport
+from marft_agents.serving.swap_events import SwapObserver, observed
 from marft_agents.serving.threads import in_thread
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Swapper:
         self._retiring: dict[Route, asyncio.Task[bool]] = {}
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
         self.keeper = Keeper(aliases, self._lock)
+        self.observers: list[SwapObserver] = []
 
     async def swap(
         self, agent: str, version: int, change: Change | None = None, *, now: bool = False
@@ -63,7 +65,8 @@ class Swapper:
         """
         self.fleet.require_taking()
         new = Route(adapter_slug(agent), version)
-        task = asyncio.create_task(self._swap(new, change or Change(), now=now))
+        work = self._swap(new, change or Change(), now=now)
+        task = asyncio.create_task(observed(work, new.agent, new.version, self.observers))
         self._swaps.add(task)
         task.add_done_callback(self._over)
         return await asyncio.shield(task)

@@ -92,7 +92,6 @@ _ENGINE_ROUTES = [
     ("POST", "/adapters"),
     ("DELETE", "/adapters/router@v1"),
     ("POST", "/invocations"),
-    ("GET", "/metrics"),
     ("GET", "/docs"),
     ("GET", "/openapi.json"),
     ("GET", "/version"),
@@ -157,7 +156,7 @@ def test_health_tells_the_truth(house: House) -> None:
     with running_stage(house, pace=LOOK_OFTEN) as stage:
 
         def health() -> tuple[int, str]:
-            answer = stage.http.get(f"{stage.url}/health")
+            answer = stage.http.get(f"{stage.url}/ready")
             return answer.status_code, answer.json().get("reason", "")
 
         assert health()[0] == 200
@@ -203,7 +202,7 @@ def test_a_dead_engine_is_a_clear_503(house: House) -> None:
         answer = stage.chat()
         assert answer.status_code == 503 and answer.headers["Retry-After"]
         assert "cannot be reached" in answer.json()["error"]["message"]
-        stage.wait(lambda: stage.http.get(f"{stage.url}/health").status_code == 503)
+        stage.wait(lambda: stage.http.get(f"{stage.url}/ready").status_code == 503)
         stage.engine.start()
         stage.wait(lambda: stage.chat().status_code == 200)
 
@@ -279,7 +278,7 @@ def test_a_stream_that_the_engine_breaks_ends_with_an_error(stage: Stage) -> Non
 def test_api_key(house: House) -> None:
     with running_stage(house, api_key="sk-ä") as stage:
         url = f"{stage.url}/v1/models"
-        assert stage.http.get(f"{stage.url}/health").status_code == 200
+        assert stage.http.get(f"{stage.url}/ready").status_code == 200
         assert stage.chat().status_code == 401
         for value in ("", "Bearer", "Bearer wrong", "Basic sk-ä", "sk-ä"):
             headers = {b"Authorization": value.encode()}

@@ -105,7 +105,7 @@ def test_an_engine_that_is_killed_is_told_to_clients_and_to_the_operator(house: 
         _until(lambda: _chat(server, "router").status_code == 503, "no 503 after the engine's end")
         message = _chat(server, "router").json()["error"]["message"]
         assert "ended with code 137" in message and ".engine.log" in message
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.get(f"{server.url}/ready").status_code == 503
         _until(lambda: "the engine is gone" in server.log.read_text(), "serve said nothing")
 
 

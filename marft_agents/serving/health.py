@@ -1,0 +1,95 @@
+"""Whether this server works, whether it can answer, and what it measures.
+
+Invariant: no probe asks an engine anything. ``/health`` says that this process answers: it is for
+whoever would restart it, which mends no engine (the supervisor does that), so it is 200 while
+engines are down. ``/ready`` says whether a request would be answered: a replica takes traffic,
+which means that it was seen alive and has every agent's current version loaded and probed. Reasons,
+replicas and versions are told to this machine and to keys of operators and monitors only.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as HttpRoute
+
+from marft_agents.serving.access import Access
+from marft_agents.serving.aliases import Aliases
+from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.metrics import CONTENT_TYPE, Metrics
+from marft_agents.serving.refusals import Refusal, is_loopback
+
+_RETRY_S = "2"
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+"""What a proxy adds: behind one on this machine, everybody seems to be here."""
+
+
+def is_here(request: Request) -> bool:
+    """Whether somebody on this machine asks, and not a proxy for somebody else."""
+    peer = request.client.host if request.client is not None else ""
+    return is_loopback(peer) and not any(name in request.headers for name in _FORWARDED)
+
+
+def problems(fleet: Fleet, aliases: Aliases) -> list[str]:
+    """Why a request would not be answered; empty when it would."""
+    if fleet.stopping:
+        return ["this server is being stopped"]
+    kept = aliases.kept()
+    found = [f"{route.name} is not loaded" for route in aliases.routes() if route not in kept]
+    status = fleet.status()
+    if not any(told.state == "ready" for told in status):
+        found += [f"{told.name} is {told.state}: {told.reason}" for told in status]
+    return found
+
+
+def monitoring_routes(
+    fleet: Fleet, aliases: Aliases, access: Access, metrics: Metrics
+) -> list[HttpRoute]:
+    """``GET /health``, ``GET /ready`` and ``GET /metrics``."""
+    began = time.monotonic()
+
+    def may_know(request: Request) -> bool:
+        if is_here(request):
+            return True
+        try:
+            return access.monitor(request).role != "application"
+        except Refusal:
+            return False
+
+    async def health(request: Request) -> Response:
+        told: dict[str, Any] = {"status": "ok"}
+        if may_know(request):
+            told |= {
+                "version": version("marft-agents"),
+                "uptime_s": round(time.monotonic() - began),
+            }
+        return JSONResponse(told)
+
+    async def ready(request: Request) -> Response:
+        found = problems(fleet, aliases)
+        told: dict[str, Any] = {"status": "unavailable" if found else "ok"}
+        if may_know(request):
+            told |= {"reason": "; ".join(found)} if found else {}
+            told["replicas"] = {
+                s.name: {"state": s.state, "reason": s.reason} for s in fleet.status()
+            }
+            told["current"] = {route.agent: route.version for route in aliases.routes()}
+        headers = {"Retry-After": _RETRY_S} if found else {}
+        return JSONResponse(told, 503 if found else 200, headers)
+
+    async def measured(request: Request) -> Response:
+        if not is_here(request):
+            access.monitor(request)
+        return Response(
+            await metrics.page(), media_type=None, headers={"content-type": CONTENT_TYPE}
+        )
+
+    return [
+        HttpRoute("/health", health, methods=["GET"]),
+        HttpRoute("/ready", ready, methods=["GET"]),
+        HttpRoute("/metrics", measured, methods=["GET"]),
+    ]

@@ -1,0 +1,231 @@
+"""What a server writes about itself, one line an event, as text or as JSON.
+
+Invariant: a line holds ids, names, numbers and reasons; never a prompt, a reply or a key. Whatever
+a value says, it stays inside its line: control characters are escaped. Lines are written by a
+thread of their own; a full disk, or a pipe that nobody reads, loses lines, which are counted, and
+holds up no request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from marft_agents.errors import ConfigError
+from marft_agents.recording.patterns import mask
+
+Format = Literal["text", "json"]
+LEVELS = ("debug", "info", "warning", "error")
+_events = logging.getLogger("marft_agents.serving.events")
+_OURS = ("marft_agents", "uvicorn")
+_PLAIN = re.compile(r"[A-Za-z0-9_.:/@+,~%-]+")
+_BARE = frozenset({"time", "level", "event"})
+_LONGEST = 1000
+_LONGEST_TRACE = 8000
+_WAITING = 10_000
+_CLOSE_S = 2.0
+_SAID = frozenset({"message", "problem", "reason", "trace"})
+"""Fields that quote others, who may have quoted a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The message of a log record that is made of fields; ``None`` is left out."""
+
+    fields: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return _as_text({k: _cleaned(k, v) for k, v in self.fields.items() if v is not None})
+
+
+def say(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    """One event of the server as a line."""
+    if _events.isEnabledFor(level):
+        _events.log(level, Told({"event": event, **fields}))
+
+
+# -- how a line looks --------------------------------------------------------------------------
+
+
+class LineFormatter(logging.Formatter):
+    """A record as one line of ``key=value``, or of JSON."""
+
+    def __init__(self, kind: Format) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields = {"time": when.replace("+00:00", "Z"), "level": record.levelname.lower()}
+        fields |= {k: _cleaned(k, v) for k, v in self._said(record).items() if v is not None}
+        if self._kind == "json":
+            return json.dumps(fields, default=str)
+        return _as_text(fields)
+
+    def _said(self, record: logging.LogRecord) -> Mapping[str, Any]:
+        told: Any = record.msg
+        if isinstance(told, Told):
+            return told.fields
+        fields = {"event": "log", "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        return fields
+
+
+def _cleaned(name: str, value: Any) -> Any:
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return round(value, 4)
+    text = mask(str(value))[0] if name in _SAID else str(value)
+    longest = _LONGEST_TRACE if name == "trace" else _LONGEST
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+def _as_text(fields: Mapping[str, Any]) -> str:
+    """``key=value`` with what begins every line bare."""
+    pairs = [(k, _text(v)) for k, v in fields.items()]
+    return " ".join([value if name in _BARE else f"{name}={value}" for name, value in pairs])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return json.dumps(value)
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+# -- where it goes -----------------------------------------------------------------------------
+
+
+class LineHandler(logging.Handler):
+    """Hands lines to a thread that writes them; ``lost`` counts those that it could not.
+
+    ``path``: a file that is appended to and opened anew when somebody moved it away.
+    """
+
+    def __init__(
+        self, kind: Format, path: Path | None = None, stream: TextIO | None = None
+    ) -> None:
+        super().__init__()
+        self.lost = 0
+        self._path = path
+        self._stream = stream if stream is not None else sys.stderr
+        self._file = _opened(path) if path is not None else None
+        self._told = False
+        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING)
+        self.setFormatter(LineFormatter(kind))
+        self._thread = threading.Thread(target=self._write_all, name="marft-lines", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            self.lost += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what is left, unless that takes too long."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._lines.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+        super().close()
+
+    def _write_all(self) -> None:
+        going = True
+        while going:
+            lines = [self._lines.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(lines) < _WAITING:
+                    lines.append(self._lines.get_nowait())
+            going = None not in lines
+            self._write([line for line in lines if line is not None])
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, lines: list[str]) -> None:
+        try:
+            out = self._out()
+            out.write("".join(lines))
+            out.flush()
+        except (OSError, ValueError) as error:  # a full disk, or a stream that is closed
+            self.lost += len(lines)
+            if self._path is not None and not self._told:
+                self._told = True
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"marft-agents cannot write {self._path}: {error}", file=sys.stderr)
+
+    def _out(self) -> TextIO:
+        if self._file is None or self._path is None:
+            return self._stream
+        try:
+            there, mine = self._path.stat(), os.fstat(self._file.fileno())
+            moved = (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
+        except FileNotFoundError:
+            moved = True
+        if moved:
+            self._file.close()
+            self._file = _opened(self._path)
+        return self._file
+
+
+def _opened(path: Path) -> TextIO:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def logging_to(
+    kind: Format = "text", level: str = "info", path: Path | None = None
+) -> Generator[LineHandler]:
+    """Write what this package and its web server log, while the block runs, to stderr or a file.
+
+    Raises:
+        ConfigError: when the file cannot be opened.
+    """
+    try:
+        handler = LineHandler(kind, path)
+    except OSError as error:
+        raise ConfigError(
+            f"--log-file {path} cannot be written ({error.strerror or error}); name a file in a"
+            " folder that this user may write to"
+        ) from error
+    loggers = [logging.getLogger(name) for name in _OURS]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(level.upper() if logger.name != "uvicorn" else "WARNING")
+        logger.propagate = False
+    try:
+        yield handler
+    finally:
+        for logger, was, propagated in before:
+            logger.removeHandler(handler)
+            logger.setLevel(was)
+            logger.propagate = propagated
+        handler.close()
+
+
+def json_say(out: Callable[[str], None]) -> Callable[[str], None]:
+    """What the server announces to people, as JSON events: one a line that says something."""
+
+    def told(line: str) -> None:
+        if line.strip():
+            when = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            event: Mapping[str, str] = {"time": when, "event": "say", "message": line.strip()}
+            out(json.dumps(event))
+
+    return told

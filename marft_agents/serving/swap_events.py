@@ -1,0 +1,126 @@
+"""What a swap did, step by step, for whoever measures or logs it.
+
+Invariant: every swap that began ends in one ``SwapEvent``, after one for every step it came to;
+an observer that fails is logged and stops no swap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+Result = Literal["ok", "refused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapEvent:
+    """One step of a swap, or the swap as a whole where ``whole``.
+
+    ``step``: of the whole, the one that it stopped at. ``refused``: the version is at fault and
+    not the engine.
+    """
+
+    agent: str
+    version: int
+    whole: bool
+    step: str | None
+    replica: str | None
+    result: Result
+    seconds: float
+    problem: str | None = None
+
+
+SwapObserver = Callable[[SwapEvent], None]
+
+
+class _Steps:
+    """Steps of one swap, which may run in several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[tuple[str, str | None], float] = {}
+        self._failed: dict[tuple[str, str | None], Exception] = {}
+
+    def note(self, step: str, replica: str | None, seconds: float, error: Exception | None) -> None:
+        key = step, replica
+        with self._lock:
+            self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+            if error is not None:
+                self._failed[key] = error
+
+    def events(self, agent: str, version: int) -> list[SwapEvent]:
+        with self._lock:
+            found, failed = dict(self._seconds), dict(self._failed)
+        events: list[SwapEvent] = []
+        for (step, replica), seconds in found.items():
+            error = failed.get((step, replica))
+            result, problem = _result(error), _said(error)
+            events.append(SwapEvent(agent, version, False, step, replica, result, seconds, problem))
+        return events
+
+
+_STEPS: ContextVar[_Steps | None] = ContextVar("marft_swap_steps", default=None)
+
+
+@contextlib.contextmanager
+def timed_step(step: str, replica: str | None) -> Generator[None]:
+    """Note how long the block takes and how it ends, where a swap is under way."""
+    steps = _STEPS.get()
+    if steps is None:
+        yield
+        return
+    began, failed = time.monotonic(), None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+        raise
+    finally:
+        steps.note(step, replica, time.monotonic() - began, failed)
+
+
+async def observed(
+    work: Awaitable[_T], agent: str, version: int, observers: Sequence[SwapObserver]
+) -> _T:
+    """The result of a swap; its steps and its end are told to the observers."""
+    steps, began = _Steps(), time.monotonic()
+    token = _STEPS.set(steps)
+    failed: BaseException | None = None
+    try:
+        return await work
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        _STEPS.reset(token)
+        seconds, result = time.monotonic() - began, _result(failed)
+        step: str | None = getattr(failed, "step", None)
+        whole = SwapEvent(agent, version, True, step, None, result, seconds, _said(failed))
+        for event in [*steps.events(agent, version), whole]:
+            _tell(event, observers)
+
+
+def _tell(event: SwapEvent, observers: Sequence[SwapObserver]) -> None:
+    for observe in observers:
+        try:
+            observe(event)
+        except Exception:
+            _log.exception("an observer of swaps failed")
+
+
+def _result(error: BaseException | None) -> Result:
+    if error is None:
+        return "ok"
+    return "refused" if getattr(error, "refused", False) else "failed"
+
+
+def _said(error: BaseException | None) -> str | None:
+    return None if error is None else str(error) or type(error).__name__
