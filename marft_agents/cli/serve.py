@@ -77,12 +77,26 @@ def _say(line: str) -> None:
     type=click.Path(path_type=Path),
     help="Jinja template to use instead of the model's own.",
 )
-@click.option("--server", metavar="URL", help="Use an engine that runs already.")
-@click.option("--server-key-env", metavar="NAME", help="Variable with that engine's API key.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Engines to start; each gets its part of the machine.",
+)
+@click.option("--gpus", metavar="IDS", help="GPUs to divide among them, e.g. 0,1.")
+@click.option(
+    "--server",
+    "servers",
+    metavar="URL",
+    multiple=True,
+    help="Use an engine that runs already; repeatable.",
+)
+@click.option("--server-key-env", metavar="NAME", help="Variable with those engines' API key.")
 @click.option(
     "--logprobs-mode",
     type=click.Choice(["processed_logprobs", "raw_logprobs"]),
-    help="What the engine at --server was started with.",
+    help="What the engines at --server were started with.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
@@ -117,6 +131,14 @@ def _say(line: str) -> None:
 )
 @click.option(
     "--start-timeout", type=float, default=600.0, show_default=True, help="Seconds for the engine."
+)
+@click.option(
+    "--stop-timeout",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="How long requests in flight may go on when the server is asked to stop.",
 )
 @click.option(
     "--lease-timeout",
@@ -162,7 +184,9 @@ def command(**options: Any) -> None:
         tool_calls=options["tool_calls"],
         reasoning_parser=options["reasoning_parser"],
         chat_template=options["chat_template"],
-        server=options["server"],
+        replicas=options["replicas"],
+        gpus=_names(options["gpus"]),
+        servers=options["servers"],
         server_api_key=key_from(options["server_key_env"]),
         host=options["host"],
         port=options["port"],
@@ -175,6 +199,7 @@ def command(**options: Any) -> None:
         logprobs_mode=options["logprobs_mode"],
         probe_tolerance=options["probe_tolerance"],
         start_timeout_s=options["start_timeout"],
+        stop_timeout_s=options["stop_timeout"],
         record=options["record"],
         record_all=options["record_all"],
         episode_idle_s=options["episode_idle_timeout"],

@@ -26,6 +26,7 @@ from marft_agents.registry import (
 from marft_agents.schema import BaseModelInfo, adapter_slugs
 from marft_agents.serving.access_setup import NamedKey, check_access
 from marft_agents.serving.aliases import Route
+from marft_agents.serving.client import root_url
 from marft_agents.serving.commands import EngineKind
 from marft_agents.serving.engine_setup import EngineSetup, EngineWishes, settle_engine
 from marft_agents.serving.leases import LEASE_TIMEOUT_S
@@ -51,9 +52,12 @@ class ServeSettings:
     """``auto``, ``off`` or the name of a tool parser; ``reasoning_parser`` likewise."""
     reasoning_parser: str = "auto"
     chat_template: Path | None = None
-    server: str | None = None
-    """Address of an engine that runs already; none is started then."""
+    servers: tuple[str, ...] = ()
+    """Addresses of engines that run already; none is started then."""
     server_api_key: str | None = None
+    replicas: int = 1
+    """Engines to start; ``gpus`` are divided among them."""
+    gpus: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -75,9 +79,11 @@ class ServeSettings:
     max_model_len: int | None = None
     target_modules: tuple[str, ...] = ()
     logprobs_mode: str | None = None
-    """What the engine at ``server`` reports; one started here always reports processed ones."""
+    """What the engines at ``servers`` report; one started here always reports processed ones."""
     probe_tolerance: float = TOLERANCE
     start_timeout_s: float = 600.0
+    stop_timeout_s: float = 30.0
+    """How long requests in flight may go on after the server was asked to stop."""
     record: Path | None = None
     """Folder for the log of calls that clients ask to be recorded; ``None`` records nothing."""
     record_all: bool = False
@@ -109,6 +115,7 @@ def check_settings(settings: ServeSettings) -> None:
     check_access(settings.host, settings.api_key, settings.api_keys, settings.keys)
     settle_rank(settings.max_lora_rank, ())
     _check_started_here(settings)
+    _check_replicas(settings)
     if settings.record_all and settings.record is None:
         raise ConfigError("--record-all says which calls to record; say where, too: --record DIR")
     if settings.record is not None:
@@ -129,16 +136,27 @@ def _wishes(settings: ServeSettings) -> EngineWishes:
 
 def _check_started_here(settings: ServeSettings) -> None:
     """Refuse what only an engine that is started here could heed."""
-    flags = list(_wishes(settings).changed()) if settings.server else []
-    if settings.server or settings.engine == "local":
+    flags = list(_wishes(settings).changed()) if settings.servers else []
+    if settings.servers:
+        flags += ["--replicas"] if settings.replicas != 1 else []
+        flags += ["--gpus"] if settings.gpus else []
+    if settings.servers or settings.engine == "local":
         flags += ["--max-loras"] if settings.max_loras is not None else []
         flags += ["--max-cpu-loras"] if settings.max_cpu_loras is not None else []
     if flags:
-        who = "the engine at --server runs already" if settings.server else "--engine local"
+        who = "the engine at --server runs already" if settings.servers else "--engine local"
         raise ConfigError(
             f"{', '.join(flags)}: said of a vLLM that serve starts, but {who}; leave"
             f" {'it' if len(flags) == 1 else 'them'} out"
         )
+
+
+def _check_replicas(settings: ServeSettings) -> None:
+    urls = [root_url(url) for url in settings.servers]
+    if doubled := sorted({url for url in urls if urls.count(url) > 1}):
+        raise ConfigError(f"--server {doubled[0]} is given twice; name each engine once")
+    if settings.replicas < 1:
+        raise ConfigError(f"--replicas {settings.replicas}: at least one engine is needed")
 
 
 def _check_writable(folder: Path) -> None:
@@ -200,7 +218,7 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
         raise ConfigError(
             f"{registry.root} has no agent; name the agents to begin with: --agents planner,writer"
         )
-    engine = None if settings.server else settle_engine(_wishes(settings), model_dir, base)
+    engine = None if settings.servers else settle_engine(_wishes(settings), model_dir, base)
     agents = {*registry.agents(), *adapter_slugs(settings.agents).values()}
     slots = settle_slots(
         len(agents), max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
@@ -212,8 +230,9 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
     manifests = [registry.manifest(route.agent, route.version) for route in routes]
     modules = {*settings.target_modules, *(m for x in manifests for m in x.target_modules)}
     rank = settle_rank(settings.max_lora_rank, (x.rank for x in manifests))
-    has_slots = settings.engine == "vllm" and not settings.server
-    limits = Limits(rank, tuple(sorted(modules)), slots.loaded if has_slots else None)
+    has_slots = settings.engine == "vllm" and not settings.servers
+    held = (slots.loaded, slots.kept) if has_slots else (None, None)
+    limits = Limits(rank, tuple(sorted(modules)), *held)
     for route in routes:
         check_version(registry, base, limits, route.agent, route.version)
     if engine and has_slots:

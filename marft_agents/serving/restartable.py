@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from marft_agents.errors import EngineError
-from marft_agents.serving.commands import EngineCommand
+from marft_agents.serving.commands import LOOPBACK, EngineCommand
 from marft_agents.serving.process import EngineProcess, Progress, free_port
 
 
@@ -22,6 +22,7 @@ class RestartableEngine:
 
     Args:
         command: what to run for a port.
+        port: of the first run.
         progress: told how a start goes on.
     """
 
@@ -31,11 +32,14 @@ class RestartableEngine:
         log: Path,
         command: Callable[[int], EngineCommand],
         *,
+        port: int | None = None,
         start_timeout_s: float = 600.0,
         progress: Progress | None = None,
     ) -> None:
         self.name = name
         self.log = log
+        self._port = port or free_port()
+        self._runs = 0
         self._command = command
         self._start_timeout_s = start_timeout_s
         self._progress = progress
@@ -45,12 +49,16 @@ class RestartableEngine:
         self._closed = False
 
     @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._port}"
+
+    @property
     def old_log(self) -> Path:
         """The log of the run before."""
         return self.log.with_name(f"{self.log.name}.1")
 
     def start(self) -> str:
-        """Start it on a new port and wait until it answers; its address.
+        """Start it, each time on another port, and wait until it answers; its address.
 
         Raises:
             EngineError: when it does not become ready in time, with the error from its log.
@@ -62,10 +70,9 @@ class RestartableEngine:
             self._failed = str(error)
             self.stop()
             raise
-        return process.url
+        return self.url
 
     def _launch(self) -> EngineProcess:
-        port = free_port()
         with self._guard:
             if self._closed:
                 raise EngineError(f"{self.name} is not started any more")
@@ -73,7 +80,11 @@ class RestartableEngine:
                 raise EngineError(f"{self.name} runs already")
             with contextlib.suppress(OSError):
                 os.replace(self.log, self.old_log)
-            process = EngineProcess(self._command(port), port=port, log=self.log, name=self.name)
+            if self._runs:  # whatever is left of the run before may hold its port
+                self._port = free_port()
+            self._runs += 1
+            command = self._command(self._port)
+            process = EngineProcess(command, port=self._port, log=self.log, name=self.name)
             process.start()
             self._process, self._failed = process, None
         return process

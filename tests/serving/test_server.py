@@ -44,9 +44,9 @@ def _server(house: House, *extra: str, agents: tuple[str, ...] = ()) -> Generato
         yield server
 
 
-def _engine_pid(house: House) -> int:
+def _engine_pid(house: House, index: int = 0) -> int:
     """The scripted engine's process: the one that has its log open."""
-    log = str(house.registry.root / ".engine.log")
+    log = str(house.registry.root / f".engine-{index}.log")
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().split(b"\0")
@@ -71,9 +71,11 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def _chat(server: ServerProcess, model: str) -> httpx.Response:
+def _chat(server: ServerProcess, model: str, episode: str | None = None) -> httpx.Response:
     body = {"model": model, "messages": []}
-    return httpx.post(f"{server.base_url}/chat/completions", json=body, timeout=10)
+    headers = {"X-Marft-Episode": episode} if episode else {}
+    url = f"{server.base_url}/chat/completions"
+    return httpx.post(url, json=body, headers=headers, timeout=10)
 
 
 def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
@@ -99,14 +101,47 @@ def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
     assert "Traceback" not in output
 
 
-def test_an_engine_that_is_killed_is_told_to_clients_and_to_the_operator(house: House) -> None:
+def test_an_engine_that_is_killed_is_told_and_started_again(house: House) -> None:
     with _server(house) as server:
-        os.kill(_engine_pid(house), signal.SIGKILL)
-        _until(lambda: _chat(server, "router").status_code == 503, "no 503 after the engine's end")
-        message = _chat(server, "router").json()["error"]["message"]
-        assert "ended with code 137" in message and ".engine.log" in message
-        assert httpx.get(f"{server.url}/ready").status_code == 503
-        _until(lambda: "the engine is gone" in server.log.read_text(), "serve said nothing")
+        old = _engine_pid(house)
+        os.kill(old, signal.SIGKILL)
+        answer = _chat(server, "router")
+        assert answer.status_code == 503 and answer.headers["Retry-After"]
+        _until(lambda: "started again" in _message(server), "the reason was not told")
+        assert "ended with code 137" in server.log.read_text()
+        _until(lambda: _chat(server, "router").status_code == 200, "it was not started again")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert _engine_pid(house) != old
+        output = server.log.read_text()
+        for part in ("started again in 1 s", "engine-0 takes requests"):
+            assert part in output
+        assert (house.registry.root / ".engine-0.log.1").read_text() == "loading weights\n"
+        # A swap goes to the new process.
+        with GatewayClient(server.base_url, adapters_dir=house.registry.root) as operator:
+            assert operator.swap("router", 2)["to"] == 2
+
+
+def _message(server: ServerProcess) -> str:
+    answer = _chat(server, "router")
+    return "" if answer.status_code == 200 else answer.json()["error"]["message"]
+
+
+def test_replicas_share_the_work_and_stand_in_for_each_other(house: House) -> None:
+    with _server(house, "--replicas", "2") as server:
+        pids = [_engine_pid(house, i) for i in range(2)]
+        with GatewayClient(server.base_url, adapters_dir=house.registry.root) as operator:
+            assert operator.swap("router", 2)["to"] == 2
+            os.kill(pids[1], signal.SIGKILL)
+            for i in range(30):
+                answer = _chat(server, "router", episode=f"e{i}")
+                assert answer.headers["X-Marft-Adapter"] == "router@v2"
+            # One that is down does not hold up a swap, and has it before it comes back.
+            assert operator.swap("router", 1)["to"] == 1
+            _until(lambda: "engine-1 takes requests" in server.log.read_text(), "it did not return")
+            for i in range(30):
+                answer = _chat(server, "router", episode=f"new{i}")
+                assert answer.headers["X-Marft-Adapter"] == "router@v1"
+    assert all(_gone(pid) for pid in pids)
 
 
 def test_the_engine_does_not_outlive_a_killed_serve(
