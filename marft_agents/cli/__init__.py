@@ -20,6 +20,7 @@ COMMANDS = {
     "adapters": "List, check, promote, pin, prune and export adapter versions.",
     "finetune": "Train one LoRA adapter per agent from recorded episodes.",
     "inspect": "Show episodes, rewards, and what can be trained on and why the rest cannot.",
+    "keys": "Make, list and take back keys for a server.",
     "logs": "Count, check, compact, export and import logs.",
     "serve": "Serve the current adapters behind one OpenAI-compatible address.",
     "swap": "Move an agent's alias to a newly published adapter version.",

@@ -179,8 +179,9 @@ def running_stage(
     max_body: int = 4096,
     recording: Recording | None = None,
     pace: Pace = NEVER_LOOK,
+    **more: Any,
 ) -> Generator[Stage]:
-    """Load what the registry says is current and serve it."""
+    """Load what the registry says is current and serve it; ``more`` is for the gateway."""
     dead: list[str] = []
     said: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -200,7 +201,11 @@ def running_stage(
             made.append(loaded_replica(house, f"engine-{i}", client, upstream, limits))
         fleet = Fleet(made, deadline_s=deadline_s)
         swapper = Swapper(fleet, current_aliases(house), wait_for_drain_s=wait_for_drain_s)
-        settings = GatewaySettings(Access(OPERATOR_KEY, api_key), max_body=max_body)
+        told: dict[str, Any] = {
+            "access": Access(OPERATOR_KEY, api_key),
+            "max_body": max_body,
+        } | more
+        settings = GatewaySettings(**told)
         supervisor = Supervisor(fleet, swapper.keeper, {}, said.append, pace)
         gateway = Gateway(swapper, settings, recording, supervisor=supervisor)
         with (

@@ -15,8 +15,8 @@ import click
 import uvicorn
 
 from marft_agents.errors import ConfigError, MarftError, MissingExtraError
-from marft_agents.serving.engine_side.marft_engine_guard import VARIABLE, RequireKey
 from marft_agents.serving.chat_template import read_chat_template
+from marft_agents.serving.engine_side.marft_engine_guard import VARIABLE, RequireKey
 
 _NOT_FOR_PRODUCTION = "for development and tests, not for production: serve with vLLM there"
 
