@@ -12,11 +12,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gateway import report as gateway_report
+from benchmarks.gateway import run as gateway_run
 from benchmarks.learning import report as learning_report
 from benchmarks.learning import run as learning_run
 from benchmarks.recorder import latency, log, log_report
 from benchmarks.recorder.latency_report import adding
 from benchmarks.records import Record, Results
+from benchmarks.swap import report as swap_report
+from benchmarks.swap import run as swap_run
 from benchmarks.trainer import measure
 from benchmarks.trainer import report as trainer_report
 
@@ -29,7 +33,14 @@ _HEAD = [
 ]
 
 
-def page(learning: Path, trainer: Path, recorder: Path, figures: Path) -> str:
+def page(
+    learning: Path,
+    trainer: Path,
+    recorder: Path,
+    figures: Path,
+    gateway: Path = gateway_run.RESULTS,
+    swaps: Path = swap_run.RESULTS,
+) -> str:
     """The whole page; figures are written on the way."""
 
     def read(name: str) -> list[Record]:
@@ -39,6 +50,8 @@ def page(learning: Path, trainer: Path, recorder: Path, figures: Path) -> str:
     runs = Results(trainer, measure.KEY).read()
     calls = Results(recorder / latency.RESULTS.name, latency.KEY).read()
     readings = Results(recorder / log.RESULTS.name, log.KEY).read()
+    through = Results(gateway, gateway_run.KEY).read()
+    swapped = Results(swaps, swap_run.KEY).read()
     out = list(_HEAD)
     if online:
         out += [*learning_report.learning(online, tuning, figures), ""]
@@ -50,7 +63,12 @@ def page(learning: Path, trainer: Path, recorder: Path, figures: Path) -> str:
         out += [*adding(calls), ""]
     if readings:
         out += [*log_report.reading(readings), ""]
-    return "\n".join([*out, *_how([*online, *first], tuning, runs, [*calls, *readings])])
+    if through:
+        out += [*gateway_report.chapter(through), ""]
+    if swapped:
+        out += [*swap_report.chapter(swapped), ""]
+    how = _how([*online, *first], tuning, runs, [*calls, *readings], [*through, *swapped])
+    return "\n".join([*out, *how])
 
 
 def _how(
@@ -58,6 +76,7 @@ def _how(
     tuning: Sequence[Record],
     runs: Sequence[Record],
     recorder: Sequence[Record],
+    serving: Sequence[Record],
 ) -> list[str]:
     out = ["## What was run", ""]
     if learning:
@@ -78,9 +97,15 @@ def _how(
             "- `python -m benchmarks.recorder.latency` and `python -m benchmarks.recorder.log`:"
             f" {len(recorder)} processes.",
         ]
-    for machine in _machines([*learning, *runs, *recorder]):
+    if serving:
+        out += [
+            "- `python -m benchmarks.gateway.run` and `python -m benchmarks.swap.run`, then both"
+            f" with `--engine vllm`: {len(serving)} measurements.",
+        ]
+    measured = [*learning, *runs, *recorder, *serving]
+    for machine in _machines(measured):
         out.append(f"- {machine}")
-    load = [r["load"] for r in [*learning, *runs, *recorder]]
+    load = [r["load"] for r in measured]
     if load:
         out.append(
             f"- The machine had other work too: {min(load):.1f} to {max(load):.1f} processes"
@@ -115,9 +140,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--learning", type=Path, default=learning_run.RESULTS)
     parser.add_argument("--trainer", type=Path, default=measure.RESULTS)
     parser.add_argument("--recorder", type=Path, default=latency.RESULTS.parent)
+    parser.add_argument("--gateway", type=Path, default=gateway_run.RESULTS)
+    parser.add_argument("--swap", type=Path, default=swap_run.RESULTS)
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
-    text = page(options.learning, options.trainer, options.recorder, options.docs / "figures")
+    text = page(
+        options.learning,
+        options.trainer,
+        options.recorder,
+        options.docs / "figures",
+        options.gateway,
+        options.swap,
+    )
     (options.docs / "evidence.md").write_text(text, encoding="utf-8")
 
 

@@ -17,15 +17,79 @@ NAMES = {
     "litellm": "LiteLLM's proxy",
 }
 KINDS = {
-    "whole": "whole replies, at once",
-    "streamed": "streams of 64 chunks, at once",
-    "steady": "streams, a chunk every 20 ms",
+    "whole": "whole replies",
+    "streamed": "streams of 64 chunks",
+    "steady": "streams of 64 chunks, one every 20 ms",
 }
+ENGINES = {
+    "scripted": "A scripted engine that answers at once",
+    "vllm": "vLLM on the CPU, a random Llama of 2 layers, 64 tokens a reply",
+}
+LEAST_SHARE, MOST_ADDED_MS = 0.97, 2.0
+"""What the gateway is to keep to."""
 _HEAD = [
     "| clients | server | requests/s | of the engine's | p50, ms | added | p99, ms | first token"
     " p50, ms | added | processor time of the server a request, ms | failed |",
     "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
 ]
+
+
+def chapter(records: Sequence[Record]) -> list[str]:
+    """The chapter; there must be measurements."""
+    servers = records[-1]["servers"]
+    out = [
+        "## What the gateway adds to a call",
+        "",
+        "Clients that ask again as soon as they are answered, about 1.8 kB a request on the"
+        " scripted engine and 0.5 kB on vLLM; three agents, each an adapter. The engine by itself,"
+        f" `marft-agents serve` and LiteLLM's proxy ({servers['litellm']}, one worker, no database)"
+        " take turns in one run, in an order that moves on with each repeat. Engine, server and"
+        f" clients are processes of their own and share {records[-1]['machine']['cores']} cores:"
+        " what a server takes, the engine and the clients lack. Figures are medians over the"
+        " repeats; ratios and differences are taken within a repeat, with the least and the most."
+        " Where clients wait for each other, added time is mostly the queue before a server that"
+        " is busy. With: " + ", ".join(f"{k} {v}" for k, v in servers.items()) + ".",
+        "",
+    ]
+    for engine, label in ENGINES.items():
+        of_engine = [r for r in records if r["engine"] == engine]
+        if of_engine:
+            busy = max(r["client_cpu_s"] / r["elapsed_s"] for r in of_engine)
+            out += [f"### {label}", "", *lines_for(of_engine)]
+            out += [f"The clients took {busy:.0%} of a core at most. {_losses(of_engine)}", ""]
+    return out[:-1]
+
+
+def _losses(records: Sequence[Record]) -> str:
+    """Where `marft-agents serve` misses what it is to keep to."""
+    found = {(r["kind"], r["clients"], r["repeat"], r["target"]): r for r in records}
+    below: list[str] = []
+    late: list[str] = []
+    behind: list[str] = []
+    for kind in KINDS:
+        for clients in sorted({r["clients"] for r in records}):
+            name = f"{kind} with {clients}"
+            repeats = sorted({r["repeat"] for r in records})
+            rows = [[found.get((kind, clients, n, t)) for t in NAMES] for n in repeats]
+            pairs = [(d, o, x) for d, o, x in rows if d and o and "p50_ms" in o and "p50_ms" in d]
+            if not pairs:
+                continue
+            share = median([o["per_s"] / d["per_s"] for d, o, _ in pairs])
+            added = median([o["p50_ms"] - d["p50_ms"] for d, o, _ in pairs])
+            below += [name] if share < LEAST_SHARE else []
+            late += [name] if added > MOST_ADDED_MS else []
+            ratios = [o["per_s"] / x["per_s"] for _, o, x in pairs if x and x["per_s"]]
+            if ratios and median(ratios) < 1:
+                behind.append(name)
+    return (
+        f"Below {LEAST_SHARE:.0%} of the engine's requests a second: {_listed(below)}."
+        f" More than {MOST_ADDED_MS:g} ms added at the median: {_listed(late)}."
+        f" Fewer requests a second than LiteLLM's proxy: {_listed(behind)}."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "nowhere"
 
 
 def lines_for(records: Sequence[Record]) -> list[str]:

@@ -12,6 +12,12 @@ from benchmarks.records import Record
 from benchmarks.stats import median
 
 NAMES = {"direct": "the engine by itself", "marft-agents": "marft-agents serve"}
+ENGINES = {
+    "scripted": "A scripted engine, where loading costs nothing and a token comes every 20 ms",
+    "vllm": "vLLM on the CPU, a random Llama of 2 layers",
+}
+MOST_RATIO = 1.3
+"""What the gateway is to keep to."""
 _HEAD = [
     "| others streaming | server | call to first token, ms | of the engine's"
     " | until the call returned, ms | longest wait of others, ms | without a swap, ms | repeats |",
@@ -19,18 +25,53 @@ _HEAD = [
 ]
 
 
+def chapter(records: Sequence[Record]) -> list[str]:
+    """The chapter; there must be measurements."""
+    out = [
+        "## How long a swap takes",
+        "",
+        "From the call to the first token of the new version, on an engine that has not seen the"
+        " adapter: `marft-agents serve` (the swap, then a request of the agent once the new version"
+        " is the one that answers) and the engine by itself (load, then a request) take turns. The"
+        " gateway checks the folder against its checksums and probes what the engine has loaded"
+        " before any request gets it; its call returns when the swap is on disk and the old version"
+        " is unloaded. Others stream from another agent meanwhile; their longest wait for a chunk"
+        " is compared with the longest in a time of the same length before. Medians, least and"
+        " most of the repeats.",
+        "",
+    ]
+    for engine, label in ENGINES.items():
+        of_engine = [r for r in records if r["engine"] == engine]
+        if of_engine:
+            out += [f"### {label}", "", *lines_for(of_engine), "", _verdict(of_engine), ""]
+    return out[:-1]
+
+
+def _verdict(records: Sequence[Record]) -> str:
+    kinds: list[str] = []
+    for clients in sorted({r["clients"] for r in records}):
+        ratios = _ratios([r for r in records if r["clients"] == clients])
+        if ratios and median(ratios) > MOST_RATIO:
+            kinds.append(f"beside {clients} streams ({median(ratios):.2f})")
+    return f"More than {MOST_RATIO} times the engine's own time: {', '.join(kinds) or 'nowhere'}."
+
+
+def _ratios(records: Sequence[Record]) -> list[float]:
+    direct = {r["repeat"]: r for r in records if r["target"] == "direct"}
+    mine = [r for r in records if r["target"] != "direct" and r["repeat"] in direct]
+    return [r["total_s"] / direct[r["repeat"]]["total_s"] for r in mine]
+
+
 def lines_for(records: Sequence[Record]) -> list[str]:
     """The table of one engine."""
     out = list(_HEAD)
     for clients in sorted({r["clients"] for r in records}):
         of_kind = [r for r in records if r["clients"] == clients]
-        direct = {r["repeat"]: r for r in of_kind if r["target"] == "direct"}
         for target, label in NAMES.items():
             mine = [r for r in of_kind if r["target"] == target]
             if mine:
-                pairs = [(r, direct[r["repeat"]]) for r in mine if r["repeat"] in direct]
-                ratios = [a["total_s"] / b["total_s"] for a, b in pairs]
-                out.append(_row(clients, label, mine, ratios if target != "direct" else []))
+                ratios = _ratios(of_kind) if target != "direct" else []
+                out.append(_row(clients, label, mine, ratios))
     return out
 
 

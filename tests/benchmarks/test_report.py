@@ -147,7 +147,8 @@ def test_variants_take_turns() -> None:
 
 
 def test_a_page_without_results_claims_nothing(tmp_path: Path) -> None:
-    text = page(tmp_path / "none", tmp_path / "none.jsonl", tmp_path / "none", tmp_path / "figures")
+    none = tmp_path / "none.jsonl"
+    text = page(tmp_path / "none", none, tmp_path / "none", tmp_path / "figures", none, none)
     assert "##" in text and "|" not in text
 
 
@@ -156,7 +157,8 @@ def test_the_page_has_a_chapter_per_benchmark(tmp_path: Path) -> None:
     for record in runs():
         results.add(record)
     Results(tmp_path / "t.jsonl", TRAINER_KEY).add(measurement("ours-ppo", 1, 0, 1.0))
-    text = page(tmp_path, tmp_path / "t.jsonl", tmp_path / "recorder", tmp_path / "figures")
+    none = tmp_path / "none.jsonl"
+    text = page(tmp_path, tmp_path / "t.jsonl", tmp_path, tmp_path / "figures", none, none)
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     assert heads == ["## Does it learn, and against what?", "## What does it cost?",
                      "## What was run"]  # fmt: skip
@@ -180,6 +182,8 @@ def test_the_committed_page_is_the_one_that_the_results_give(tmp_path: Path) -> 
         root / "benchmarks/trainer/results/runs.jsonl",
         root / "benchmarks/recorder/results",
         tmp_path / "figures",
+        root / "benchmarks/gateway/results/runs.jsonl",
+        root / "benchmarks/swap/results/runs.jsonl",
     )
     assert text == written.read_text(encoding="utf-8")
     for figure in (tmp_path / "figures").iterdir():
