@@ -8,6 +8,7 @@ from typing import Any, cast
 import click
 
 from marft_agents.cli._serve_access import access_options, access_settings, key_from
+from marft_agents.cli._serve_logs import log_options, logged
 from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
 from marft_agents.serving.commands import EngineKind
@@ -167,6 +168,7 @@ def _say(line: str) -> None:
     show_default=True,
     help="Without a call for so long, a recorded episode ends as failed in the log.",
 )
+@log_options
 def command(**options: Any) -> None:
     """Serve every agent in ADAPTERS by its name, each from its current adapter version.
 
@@ -205,7 +207,8 @@ def command(**options: Any) -> None:
         episode_idle_s=options["episode_idle_timeout"],
         lease_timeout_s=options["lease_timeout"],
     )
-    try:
-        serve(settings, _say)
-    except KeyboardInterrupt:
-        _say("stopped")
+    with logged(options, _say) as say:
+        try:
+            serve(settings, say)
+        except KeyboardInterrupt:
+            say("stopped")
