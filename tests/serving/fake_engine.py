@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +23,18 @@ from types import TracebackType
 from typing import Any, Self
 
 BASE = "base"
+STEPS = {
+    "/health": "health",
+    "/v1/models": "list",
+    "/v1/load_lora_adapter": "load",
+    "/v1/completions": "probe",
+    "/v1/unload_lora_adapter": "unload",
+}
+
+
+KINDS = ("refuse", "hang", "drip", "nothing", "reset", "garbage", "late")
+"""500; no answer; an answer without end; 200 without effect; no connection; 200 and no JSON; done,
+but the answer is lost."""
 
 
 def base_logprob(token: int) -> float:
@@ -47,11 +61,15 @@ class Faults:
     ignore_adapters: bool = False
     """Answer as the base whatever the model."""
     generate_status: int = 200
+    broken: str | None = None
+    """An adapter whose requests fail, while its probe passes."""
     score_status: int = 200
     unload_status: int = 200
     unwell: bool = False
     break_stream_after: int | None = None
     nan: bool = False
+    at: dict[str, str] = field(default_factory=dict[str, str])
+    """By step (health, list, load, probe, unload): one of ``KINDS``."""
 
 
 @dataclass
@@ -202,9 +220,47 @@ class _Handler(BaseHTTPRequestHandler):
         self._error(401, "this engine answers to its gateway only")
         return True
 
+    def _goes_wrong(self, body: dict[str, Any]) -> bool:
+        """Whether a fault stood in for the answer."""
+        step = STEPS.get(self.path, "")
+        if step == "probe" and "prompt_logprobs" not in body:
+            return False
+        kind = self.fake.faults.at.get(step)
+        if kind == "refuse":
+            self._error(500, f"{step} is refused")
+        elif kind == "garbage":
+            self._answer(200, '{"data": [')
+        elif kind == "nothing":
+            data = [{"id": BASE, "root": "/models/base", "parent": None}]
+            self._answer(200, {"object": "list", "data": data, "choices": []})
+        elif kind is not None:
+            self._says_nothing(kind, body)
+        return kind is not None
+
+    def _says_nothing(self, kind: str, body: dict[str, Any]) -> None:
+        self.close_connection = True
+        if kind == "late" and self.command == "POST":
+            out, self.wfile = self.wfile, io.BytesIO()
+            self._do(body)
+            self.wfile = out
+        if kind == "drip":
+            self.send_response(200)
+            self.send_header("Content-Length", "100000")
+            self.end_headers()
+            while not self.fake.release.wait(0.02):
+                self.wfile.write(b"x")
+        elif kind == "hang":
+            self.fake.release.wait(30)
+        else:
+            hard = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hard)
+            # The stream that reads from it keeps the connection open otherwise.
+            self.rfile.close()
+            self.connection.close()
+
     def do_GET(self) -> None:
         self._note({})
-        if self._locked_out():
+        if self._locked_out() or self._goes_wrong({}):
             return
         if self.path == "/health":
             self._answer(503 if self.fake.faults.unwell else 200, "")
@@ -221,14 +277,21 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body: dict[str, Any] = json.loads(self.rfile.read(length) or b"{}")
         self._note(body)
-        if self._locked_out():
+        if self._locked_out() or self._goes_wrong(body):
             return
+        self._do(body)
+
+    def _do(self, body: dict[str, Any]) -> None:
         if self.path == "/v1/load_lora_adapter":
             self._load(body)
         elif self.path == "/v1/unload_lora_adapter":
             self._unload(body["lora_name"])
         elif self.path in ("/v1/completions", "/v1/chat/completions"):
             self._generate(body)
+        elif self.path in ("/tokenize", "/detokenize", "/v1/chat/completions/render"):
+            known = body["model"] in self.fake.adapters
+            tokens = {"tokens": [1, 2], "token_ids": [1, 2], "prompt": "x", "model": body["model"]}
+            self._answer(200, tokens) if known else self._error(404, "no such model")
         else:
             self._error(404, "no such route")
 
@@ -267,6 +330,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(fake.faults.score_status, "EngineCore encountered an issue")
         elif "prompt_logprobs" in body:
             self._score(body)
+        elif model == fake.faults.broken:
+            self._error(500, "EngineCore encountered an issue")
         elif fake.faults.generate_status != 200:
             self._error(fake.faults.generate_status, "EngineCore encountered an issue")
         elif body.get("stream"):

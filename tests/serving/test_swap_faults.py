@@ -1,0 +1,196 @@
+"""Whatever goes wrong at whichever step on whichever replica: the old version serves, nobody sees
+the new one, nothing stays loaded, and the swap works when it is repeated.
+
+Case 27: every call has a time-out and is safe to repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from marft_agents.errors import RegistryError, SwapError
+from marft_agents.registry import durable
+from tests.serving.fake_engine import KINDS, FakeEngine
+from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, House, Stage, running_stage
+
+BEFORE = {"router@v1", "writer@v1"}
+AFTER = {"router@v2", "writer@v1"}
+PLACES = pytest.mark.parametrize(("replicas", "faulty"), [(1, 0), (3, 0), (3, 2)])
+
+
+@contextlib.contextmanager
+def asking(stage: Stage) -> Generator[set[str]]:
+    """Ask all the time; which versions answered."""
+    answers: set[str] = set()
+    stop = threading.Event()
+
+    def ask() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            headers = {"X-Marft-Episode": f"e{turn}"}
+            body = {"model": "router", "messages": []}
+            url = f"{stage.url}/v1/chat/completions"
+            answer = stage.http.post(url, json=body, headers=headers)
+            answers.add(answer.headers.get("X-Marft-Adapter", answer.text))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        thread.join()
+        # Episodes keep their version; the next swap is not to wait for them.
+        stage.gateway.aliases.leases.drop("router")
+
+
+def loaded(stage: Stage) -> list[set[str]]:
+    return [set(engine.adapters) for engine in stage.engines]
+
+
+def swap_back(stage: Stage) -> None:
+    assert stage.operator.swap("router", 1)["to"] == 1
+    stage.wait(lambda: all(names == BEFORE for names in loaded(stage)))
+
+
+def settled(stage: Stage, names: set[str]) -> None:
+    stage.wait(lambda: all(found == names for found in loaded(stage)))
+
+
+def break_one(engine: FakeEngine, step: str, kind: str) -> None:
+    engine.release.clear()
+    engine.faults.at[step] = kind
+
+
+def mend(engine: FakeEngine) -> None:
+    engine.faults.at.clear()
+    engine.release.set()
+
+
+@PLACES
+@pytest.mark.parametrize("step", ["load", "list", "probe"])
+def test_a_fault_before_the_alias_moves_changes_nothing(
+    house: House, replicas: int, faulty: int, step: str
+) -> None:
+    with running_stage(
+        house, replicas=replicas, timeout_s=0.4, load_timeout_s=0.4, pace=NEVER_LOOK
+    ) as stage:
+        engine = stage.engines[faulty]
+        for kind in KINDS:
+            break_one(engine, step, kind)
+            if (step, kind) == ("load", "late"):  # it was done, which is found out
+                assert stage.operator.swap("router", 2)["to"] == 2, kind
+                mend(engine)
+                swap_back(stage)
+                continue
+            with asking(stage) as answers, pytest.raises(SwapError) as caught:
+                stage.operator.swap("router", 2)
+            named = "load" if step == "list" else step
+            for part in (f"step {named} of router@v2 on engine-{faulty}", "router@v1 still serves"):
+                assert part in str(caught.value), kind
+            assert answers <= {"router@v1"}, kind
+            assert stage.chat("router@v2").status_code == 404, kind
+            assert stage.operator.state()["agents"]["router"]["served"] == ["router@v1"], kind
+            assert stage.house.registry.current("router") == 1, kind
+            mend(engine)
+            assert loaded(stage) == [BEFORE] * replicas, kind
+            assert stage.operator.swap("router", 2)["to"] == 2, kind
+            assert loaded(stage) == [AFTER] * replicas, kind
+            swap_back(stage)
+
+
+@PLACES
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_unloaded_is_unloaded_later(
+    house: House, replicas: int, faulty: int, kind: str
+) -> None:
+    with running_stage(
+        house, replicas=replicas, timeout_s=0.3, load_timeout_s=0.3, pace=LOOK_OFTEN
+    ) as stage:
+        engine = stage.engines[faulty]
+        # The way back after a failed probe ...
+        break_one(engine, "unload", kind)
+        engine.faults.extra_effect = 0.05
+        with pytest.raises(SwapError, match=f"step probe of router@v2 on engine-{faulty}"):
+            stage.operator.swap("router", 2)
+        assert stage.chat().headers["X-Marft-Adapter"] == "router@v1"
+        assert stage.chat("router@v2").status_code == 404
+        engine.faults.extra_effect = 0.0
+        # ... and the old version after a swap.
+        assert stage.operator.swap("router", 2)["to"] == 2
+        assert stage.chat().headers["X-Marft-Adapter"] == "router@v2"
+        mend(engine)
+        settled(stage, AFTER)
+        swap_back(stage)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("fault", ["disk", "lock", "trail"])
+def test_a_version_that_cannot_be_recorded_goes_from_every_replica(
+    house: House, monkeypatch: pytest.MonkeyPatch, replicas: int, fault: str
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def locked(*_: object, **__: object) -> None:
+        raise RegistryError("another process has been changing it for 60 s")
+
+    with running_stage(house, replicas=replicas) as stage, asking(stage) as answers:
+        with monkeypatch.context() as patch:
+            if fault == "trail":
+                patch.setattr(durable, "append_line", full)
+            else:
+                patch.setattr(house.registry, "move", full if fault == "disk" else locked)
+            with pytest.raises(SwapError, match=r"step record of router@v2.*router@v1 still"):
+                stage.operator.swap("router", 2)
+        settled(stage, BEFORE)
+        assert answers <= {"router@v1"}
+        assert house.registry.current("router") == 1
+        assert stage.operator.swap("router", 2)["to"] == 2
+        stage.wait(lambda: "router@v2" in answers)
+
+
+def test_the_whole_swap_has_a_limit(house: House) -> None:
+    with running_stage(
+        house, replicas=3, timeout_s=2.0, load_timeout_s=2.0, deadline_s=0.2, pace=LOOK_OFTEN
+    ) as stage:
+        break_one(stage.engines[1], "load", "hang")
+        with pytest.raises(SwapError, match=r"load of router@v2 on engine-1: it did not end in"):
+            stage.operator.swap("router", 2)
+        assert loaded(stage) == [BEFORE] * 3
+        mend(stage.engines[1])
+        assert stage.operator.swap("router", 2)["to"] == 2
+        settled(stage, AFTER)
+
+
+def test_every_replica_that_failed_is_named(house: House) -> None:
+    with running_stage(house, replicas=3) as stage:
+        for i in (0, 2):
+            stage.engines[i].faults.load_status = 500
+        with pytest.raises(SwapError, match=r"router@v2 on engine-0.*router@v2 on engine-2"):
+            stage.operator.swap("router", 2)
+        assert loaded(stage) == [BEFORE] * 3
+
+
+def test_a_load_that_ends_after_its_time_is_found_and_taken_out(house: House) -> None:
+    with running_stage(house, replicas=2, load_timeout_s=0.2, pace=LOOK_OFTEN) as stage:
+        engine = stage.engines[1]
+        engine.faults.hang_loads = True
+        with pytest.raises(SwapError, match="step load of router@v2 on engine-1"):
+            stage.operator.swap("router", 2)
+        engine.adapters["router@v2"] = str(house.registry.path("router", 2))
+        stage.wait(lambda: "router@v2" not in engine.adapters)
+
+
+def test_what_others_loaded_is_left_alone(house: House) -> None:
+    with running_stage(house, pace=LOOK_OFTEN) as stage:
+        stage.engine.adapters["router@v9"] = "/elsewhere/router/v0009"
+        stage.engine.adapters["mine"] = str(house.registry.path("router", 2))
+        stage.engine.adapters["router@v2"] = str(house.registry.path("router", 2))
+        stage.wait(lambda: "router@v2" not in stage.engine.adapters)
+        assert {"router@v9", "mine"} <= set(stage.engine.adapters)
