@@ -104,6 +104,8 @@ class FakeEngine:
     """Set when a generation has begun."""
     api_key: str | None = None
     """Asked for on every route."""
+    delay_s: float = 0.0
+    """Before every whole reply."""
 
     def start(self) -> Self:
         engine = self
@@ -340,6 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
             fake.started.set()
             if fake.gate is not None:
                 self._wait_or_leave()
+            time.sleep(fake.delay_s)
             self._answer(200, self._reply(body))
 
     def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
