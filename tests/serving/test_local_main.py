@@ -15,6 +15,9 @@ import pytest
 
 from marft_agents.errors import ConfigError
 from marft_agents.serving.local.__main__ import bind, check_loopback
+from marft_agents.serving.local.chat import render
+from marft_agents.serving.local.engine import EngineOptions, LocalEngine
+from marft_agents.serving.local.protocol import ChatRequest
 from tests.tiny_model import make_tiny_model
 
 MODULE = [sys.executable, "-m", "marft_agents.serving.local"]
@@ -45,6 +48,29 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("marft local engine: --host 0.0.0.0") and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_template_with_a_mistake_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("{% for m in messages %}")
+    done = subprocess.run(
+        [*MODULE, "--model", str(tmp_path), "--chat-template", str(file)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "t.jinja: line 1: " in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_given_template_replaces_the_models_own(tmp_path: Path) -> None:
+    options = EngineOptions(chat_template="{{ 'answers with a plan' }}")
+    engine = LocalEngine(make_tiny_model(tmp_path / "model"), options)
+    try:
+        messages = [{"role": "user", "content": "coder"}]
+        request = ChatRequest.model_validate({"model": "base", "messages": messages})
+        ids = render(engine.model.tokenizer, messages, request)
+        assert engine.model.tokenizer.decode(ids) == "answers with a plan"
+    finally:
+        engine.close()
 
 
 def test_help_says_what_it_is_for() -> None:
