@@ -82,11 +82,10 @@ def monitoring_routes(
         return JSONResponse(told, 503 if found else 200, headers)
 
     async def measured(request: Request) -> Response:
-        if not is_here(request):
+        if not may_know(request):
             access.monitor(request)
-        return Response(
-            await metrics.page(), media_type=None, headers={"content-type": CONTENT_TYPE}
-        )
+            raise Refusal(403, "metrics are for this machine, and for keys of role monitor")
+        return Response(await metrics.page(), headers={"content-type": CONTENT_TYPE})
 
     return [
         HttpRoute("/health", health, methods=["GET"]),

@@ -10,7 +10,7 @@ left alone; their tokens are then not known.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from marft_agents.recording.jsontext import mapping
@@ -20,7 +20,7 @@ from marft_agents.schema import JsonDict
 Told = Callable[[int | None, int | None], None]
 """Called with the tokens of the prompt and of the reply."""
 _USAGE, _REASON, _PRINT = b'"usage"', b'"finish_reason"', "system_fingerprint"
-_GOES_ON = (b'"finish_reason":null', b'"finish_reason": null')
+_GOES_ON, _GOES_ON_TOO = b'"finish_reason":null', b'"finish_reason": null'
 _SPACE = b" \t\r\n"
 
 
@@ -73,8 +73,10 @@ class StreamUsage:
         """Whether it holds nothing, so that the next line alone says what becomes of it."""
         return not (self._held or self._dropping or self._line_dropped)
 
-    def take(self, lines: Iterable[Line]) -> list[Line]:
+    def take(self, lines: list[Line]) -> list[Line]:
         """Of these lines, what the client is to see now."""
+        if self.idle and not any(map(self._matters, lines)):
+            return lines
         out: list[Line] = []
         for line in lines:
             if self._drops(line):
@@ -87,10 +89,13 @@ class StreamUsage:
                 out.append(line)
         return out
 
-    def end(self, rest: Iterable[Line] = ()) -> list[Line]:
+    def end(self, rest: Sequence[Line] = ()) -> list[Line]:
         """What is left to see when nothing more comes."""
-        out = self.take(rest)
-        return out + self._release()
+        return self.take(list(rest)) + self._release()
+
+    def _matters(self, line: Line) -> bool:
+        text = line.text
+        return line.data is not None and (_USAGE in text or (self._ours and _is_last(text)))
 
     def _drops(self, line: Line) -> bool:
         """Whether a line belongs to the event that is taken out."""
@@ -114,7 +119,7 @@ class StreamUsage:
                 self._dropping = self._line_dropped = True
                 return
         out += self._release()
-        if self._ours and _REASON in text and not any(mark in text for mark in _GOES_ON):
+        if self._ours and _is_last(text):
             self._held.append(line)
         else:
             out.append(line)
@@ -124,6 +129,11 @@ class StreamUsage:
         if held and isinstance(fingerprint, str) and _PRINT not in _chunk(held[0]):
             held[0] = _with_print(held[0], fingerprint)
         return held
+
+
+def _is_last(text: bytes) -> bool:
+    """Whether a chunk ends its choice, as far as its text tells."""
+    return _GOES_ON not in text and _REASON in text and _GOES_ON_TOO not in text
 
 
 def _chunk(line: Line) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ Whoever observes a visit breaks none.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,14 +69,18 @@ class RequestIds:
     def take(self, asked: bytes | None) -> bytes:
         """``asked`` where it can be had, else a new id."""
         if asked is None or not _ID.fullmatch(asked):
-            return uuid.uuid4().hex.encode()
+            return _new_id()
         given, now = self._given, self._now()
         while given and (len(given) >= _MOST_GIVEN or next(iter(given.values())) < now - _LATELY_S):
             given.popitem(last=False)
         if asked in given:
-            return uuid.uuid4().hex.encode()
+            return _new_id()
         given[asked] = now
         return asked
+
+
+def _new_id() -> bytes:
+    return os.urandom(16).hex().encode()
 
 
 class Visits:
