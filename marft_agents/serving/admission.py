@@ -173,10 +173,10 @@ class Admission:
                 place.set_result(None)
 
     def _next_of(self, name: str) -> asyncio.Future[None]:
-        line = self._lines[name]
+        line = self._lines.pop(name)
         place = line.popleft()
-        if not line:
-            del self._lines[name]
+        if line:
+            self._lines[name] = line  # behind the others, who are next among equals
         return place
 
     def _line_up(self, name: str, place: asyncio.Future[None]) -> None:

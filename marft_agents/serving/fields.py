@@ -147,10 +147,9 @@ class Fields:
             if isinstance(value, list | dict) and len(cast("list[Any]", value)) > most:
                 raise _refused(name, f"it has more than {most} entries")
         prompt: Any = body.get("prompt")
-        if isinstance(prompt, list) and len(cast("list[Any]", prompt)) > _MOST_PROMPTS:
-            first: Any = prompt[0]
-            if not isinstance(first, int):
-                raise _refused("prompt", f"it has more than {_MOST_PROMPTS} prompts")
+        many = isinstance(prompt, list) and len(cast("list[Any]", prompt)) > _MOST_PROMPTS
+        if many and not isinstance(prompt[0], int) and "prompt" not in self.rules.allowed:
+            raise _refused("prompt", f"it has more than {_MOST_PROMPTS} prompts")
         template: Any = body.get("chat_template_kwargs")
         inside = _TEMPLATE & cast("JsonDict", template).keys() if isinstance(template, dict) else ()
         if inside and "chat_template" not in self.rules.allowed:

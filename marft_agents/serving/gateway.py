@@ -267,10 +267,10 @@ class Gateway:
         known = ", ".join(agent for agent in self.aliases.agents if client.may_ask(agent))
         if not isinstance(asked, str) or not asked:
             raise Refusal(400, f"the request names no model; use one of the agents: {known}")
+        if not client.may_ask(asked):
+            raise _not_for(client, asked)
         route = self.aliases.resolve(asked, episode)
         if route is not None:
-            if not client.may_ask(route.agent):
-                raise _not_for(client, route.agent)
             return route
         if asked in {"base", self.fleet.base.name}:
             message = (

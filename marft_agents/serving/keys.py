@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from marft_agents.errors import ConfigError
-from marft_agents.schema import JsonDict, adapter_slug
+from marft_agents.schema import JsonDict, adapter_slug, parse_served_name
 
 _log = logging.getLogger(__name__)
 Role = Literal["application", "operator", "monitor"]
@@ -47,11 +47,12 @@ class Client:
     max_in_flight: int | None = None
 
     def may_ask(self, agent: str) -> bool:
-        """Whether it may ask ``agent``, spelled in any way that is served."""
+        """Whether it may ask ``agent``, in any spelling, or one of its versions."""
         if self.agents is None or agent in self.agents:
             return True
+        version = parse_served_name(agent)
         try:
-            return adapter_slug(agent) in self.agents
+            return adapter_slug(agent if version is None else version[0]) in self.agents
         except ConfigError:
             return False
 

@@ -106,6 +106,8 @@ class FakeEngine:
     """Asked for on every route."""
     delay_s: float = 0.0
     """Before every whole reply."""
+    pause_s: float = 0.0
+    """Before every chunk of a stream."""
 
     def start(self) -> Self:
         engine = self
@@ -400,6 +402,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if fake.gate is not None:
                 self._wait_or_leave()
+            time.sleep(fake.pause_s)
             for chunk in self._chunks(body, i):
                 self._event({"id": name, "model": model} | chunk)
             fake.started.set()
@@ -460,13 +463,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
     arguments, _ = parser.parse_known_args()
     print("loading weights", flush=True)
     time.sleep(arguments.delay)
     if arguments.die:
         print("torch.OutOfMemoryError: no memory left", flush=True)
         raise SystemExit(3)
-    FakeEngine(port=arguments.port, api_key=os.environ.get("MARFT_ENGINE_KEY")).start()
+    key, pause = os.environ.get("MARFT_ENGINE_KEY"), arguments.pause
+    FakeEngine(port=arguments.port, api_key=key, delay_s=pause, pause_s=pause).start()
     threading.Event().wait()
 
 
