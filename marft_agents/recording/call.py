@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from marft_agents.recording.clean import jsonable, stored_messages
+from marft_agents.recording.drafts import TurnDraft
 from marft_agents.recording.episode import LiveEpisode, describe_error
-from marft_agents.recording.reply import Choice
-from marft_agents.recording.sampling import (
-    announced_defaults,
-    announced_logits,
-    announced_mode,
-    sampling_of,
-)
 from marft_agents.schema import JsonDict, Turn, TurnKind
 
 if TYPE_CHECKING:
@@ -111,33 +105,35 @@ class Call:
 
     def sends(self, exchange: Exchange) -> None:
         """An attempt goes out; what its prompt contains is decided now."""
-        for before in self.exchanges[-1:]:
-            if before.messages == exchange.messages:  # tried again
-                exchange.depends_on = before.depends_on
-                break
-        else:
-            exchange.depends_on = self._see(exchange.messages)
+        before = self.exchanges[-1] if self.exchanges else None
         self.exchanges.append(exchange)
+        self.episode.ledger.later(lambda: self._link(exchange, before))
 
-    def _see(self, messages: Sequence[JsonDict]) -> list[str]:
-        with self.episode.lock:
-            return self.episode.ledger.link(messages, self._delivered)
+    def _link(self, exchange: Exchange, before: Exchange | None) -> None:
+        if before is not None and before.messages == exchange.messages:  # tried again
+            exchange.depends_on = before.depends_on
+        else:
+            found = self.episode.ledger.found(exchange.messages, self._delivered)
+            exchange.depends_on = found
 
-    def register(self, exchange: Exchange, choice: Choice) -> str:
+    def register(self, exchange: Exchange, index: int) -> str:
         """Let later prompts be linked to this choice; returns its turn id."""
-        turn_id = exchange.turn_ids.get(choice.index)
+        turn_id = exchange.turn_ids.get(index)
         if turn_id is None:
-            turn_id = exchange.turn_ids[choice.index] = self.new_turn_id(choice.index)
-            self._enter(turn_id, choice.text, choice.tool_calls)
+            turn_id = exchange.turn_ids[index] = self.new_turn_id(index)
+            known = turn_id
+            self.episode.ledger.later(lambda: self._enter_choice(exchange, index, known))
         return turn_id
+
+    def _enter_choice(self, exchange: Exchange, index: int, turn_id: str) -> None:
+        choice = exchange.choice(index)
+        if choice is not None:
+            self._enter(turn_id, choice.text, choice.tool_calls)
 
     def _enter(self, turn_id: str, text: str | None, tool_calls: list[JsonDict] | None) -> None:
         ids = [c["id"] for c in tool_calls or () if isinstance(c.get("id"), str)]
         quotable = self.kind != "select"
-        with self.episode.lock:
-            self.episode.ledger.add(
-                turn_id, self.agent, text, call_ids=filter(None, ids), quotable=quotable
-            )
+        self.episode.ledger.note(turn_id, self.agent, text, filter(None, ids), quotable)
 
     def new_turn_id(self, index: int) -> str:
         """An id for what choice ``index`` becomes."""
@@ -173,34 +169,34 @@ class Call:
     def _log_exchange(self, attempts: Sequence[Exchange], error: BaseException | None) -> None:
         """Log the turns of the last of ``attempts``, the one that counted."""
         exchange = attempts[-1]
-        reply = exchange.reply
-        choices = list(reply.choices.values()) if reply else []
-        problem = exchange.error or (describe_error(error) if error else None)
-        for choice in choices or [Choice()]:
-            turn_id = self.register(exchange, choice) if choices else self.new_turn_id(0)
-            complete = reply.complete(choice) if reply else not exchange.streaming
-            self._log(
-                Turn(
-                    **self._identity(turn_id, exchange.messages, exchange.depends_on),
-                    **_answer(exchange, choice),
-                    latency_s=round(exchange.ended - attempts[0].started, 6),
-                    attempt=len(attempts),
-                    complete=complete,
-                    error=problem,
+        problem = describe_error(error) if error else None
+        for index, turn_id in list(exchange.turn_ids.items()) or [(None, self.new_turn_id(0))]:
+            self.turn_ids.append(turn_id)
+            self.episode.add_draft(
+                TurnDraft(
+                    self,
+                    exchange,
+                    index,
+                    turn_id,
+                    time=self.episode.core.clock(),
+                    started=attempts[0].started,
+                    attempts=len(attempts),
+                    problem=problem,
                 )
             )
-        if choices and problem is None and exchange.succeeded:
-            exchange.say_if_ids_are_missing()
 
     def _log_unseen(self, error: BaseException | None, unseen: Unseen | None) -> None:
         unseen = unseen or Unseen(messages=())
         messages = stored_messages(jsonable(unseen.messages))
-        depends_on = self._see(messages)  # before its own text is known
         turn_id = self.new_turn_id(0)
-        self._enter(turn_id, unseen.text, unseen.tool_calls)
-        self._log(
+        with self.episode.ledger.reading:  # before its own text is known
+            depends_on = self.episode.ledger.link(messages, self._delivered)
+            self._enter(turn_id, unseen.text, unseen.tool_calls)
+        self.turn_ids.append(turn_id)
+        self.episode.add_turn(
             Turn(
-                **self._identity(turn_id, messages, depends_on),
+                time=self.episode.core.clock(),
+                **self.identity(turn_id, messages, depends_on),
                 text=jsonable(unseen.text),
                 tool_calls=jsonable(unseen.tool_calls),
                 latency_s=round(time.perf_counter() - self._started, 6),
@@ -209,11 +205,11 @@ class Call:
             )
         )
 
-    def _identity(
+    def identity(
         self, turn_id: str, messages: list[JsonDict], depends_on: list[str]
     ) -> dict[str, Any]:
+        """The fields of a turn that say whose it is and what it saw."""
         return {
-            "time": self.episode.core.clock(),
             "episode_id": self.episode.id,
             "turn_id": turn_id,
             "agent": self.agent,
@@ -225,34 +221,3 @@ class Call:
             "parent_agent": self._parent[0],
             "parent_turn": self._parent[1],
         }
-
-    def _log(self, turn: Turn) -> None:
-        self.turn_ids.append(turn.turn_id)
-        self.episode.add_turn(turn)
-
-
-def _answer(exchange: Exchange, choice: Choice) -> dict[str, Any]:
-    """The fields of a turn that come from the wire."""
-    reply, header = exchange.reply, exchange.response_header
-    adapter, mode = header("x-marft-adapter"), header("x-marft-logprobs-mode")
-    plain = choice.finish_reason == "stop" and not choice.tool_calls
-    return {
-        "text": choice.text,
-        "reasoning": choice.reasoning,
-        "tool_calls": choice.tool_calls,
-        "finish_reason": choice.finish_reason,
-        "token_ids": choice.token_ids,
-        "logprobs": None if announced_logits(mode) else choice.logprobs,
-        "choice_index": choice.index,
-        "prompt_token_ids": reply.prompt_token_ids if reply else None,
-        "response_id": reply.response_id if reply else None,
-        "adapter_start": adapter or (reply.first_model if reply else None),
-        "adapter_end": adapter or (reply.last_model if reply else None),
-        "logprob_mode": announced_mode(mode),
-        "sampling": sampling_of(
-            exchange.request_body,
-            announced_defaults(header("x-marft-sampling-defaults")),
-            plain_answer=plain,
-        ),
-        "model": exchange.asked_model,
-    }

@@ -15,7 +15,7 @@ from typing import Literal
 
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.server import KnownServers
-from marft_agents.recording.sink import Sink
+from marft_agents.recording.sink import Draft, Sink
 from marft_agents.schema import Event
 
 _REMEMBERED = 100_000
@@ -79,7 +79,7 @@ class Core:
             self._given.clear()
         self._given.add(name)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: Event | Draft) -> None:
         self.sink.put(event)
 
     def new_id(self) -> str:

@@ -34,6 +34,7 @@ from marft_agents.schema import (
 
 if TYPE_CHECKING:
     from marft_agents.recording.call import Call
+    from marft_agents.recording.drafts import TurnDraft
 
 _EPISODES: ContextVar[tuple[LiveEpisode, ...]] = ContextVar("marft_episodes", default=())
 
@@ -102,6 +103,20 @@ class LiveEpisode:
             turn = turn.model_copy(update={"index": len(self._turns), **self._once_more(turn)})
             self._turns.append((turn.turn_id, turn.agent))
             self.core.emit(turn)
+
+    def add_draft(self, draft: TurnDraft) -> None:
+        """Give a finished turn its index; it is put together and logged on the log's thread."""
+        with self.lock:
+            draft.place = len(self._turns)
+            self._turns.append((draft.turn_id, draft.call.agent))
+            self.core.emit(draft)
+
+    def put_together(self, draft: TurnDraft) -> Turn:
+        """The turn of a draft; asked once for each, in their order."""
+        turn = draft.turn()
+        with self.lock:
+            changes = {"index": draft.place, **self._once_more(turn)}
+        return turn.model_copy(update=changes)
 
     def _once_more(self, turn: Turn) -> JsonDict:
         """What to change in a turn whose response id was there before.
@@ -267,6 +282,7 @@ _alive: weakref.WeakSet[LiveEpisode] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     for episode in list(_alive):
         episode.lock = threading.RLock()  # the one that held it may not exist here
+        episode.ledger.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

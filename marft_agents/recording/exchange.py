@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
+from marft_agents.recording.answer import Answer
 from marft_agents.recording.call import Call
 from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
-from marft_agents.recording.events import StreamReader
 from marft_agents.recording.jsontext import JsonObject, mapping
-from marft_agents.recording.lines import Lines, parsed
+from marft_agents.recording.lines import Lines
 from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt, token_fields
-from marft_agents.recording.reply import Reply, completion, error_text
+from marft_agents.recording.reply import Choice, Reply
 from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
 from marft_agents.recording.routing import routed_model
 from marft_agents.recording.server import Verdict
@@ -28,12 +28,12 @@ from marft_agents.schema import JsonDict
 CHAT_PATH = "/chat/completions"
 _RETRIED = frozenset({408, 409, 429})
 _REFUSALS = frozenset({400, 422})
-_KEY_HEADERS = ("authorization", "api-key", "x-api-key")
+_KEY_HEADERS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 _SHORTEST_KEY = 6
 
 
 class Exchange:
-    """Record of one attempt; filled while the app reads the response.
+    """Record of one attempt; filled while the app reads the response, read when it is asked.
 
     ``body`` is the request's JSON; it is edited only where ``outgoing`` is asked for, which needs
     its text. ``tagged``: whether it names its call, which what goes out must not.
@@ -49,32 +49,41 @@ class Exchange:
         self.injected = self.refused_fields = False
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
-        self.messages = _sent_messages(body.get("messages"))
+        self._messages: list[JsonDict] | None = None
         self.depends_on: list[str] = []
+        """Known once the episode's ledger has caught up."""
         self.turn_ids: dict[int, str] = {}
         """Turn id of each choice that later prompts may contain."""
         self.base_url = str(request.url).partition("?")[0].removesuffix(CHAT_PATH)
         self.verdict: Verdict | None = None
         self.status: int | None = None
         self.streaming = False
-        self.error: str | None = None
-        self.reply: Reply | None = None
         self.closed = False
+        self.size = len(request.content)
+        """Bytes that this holds, roughly."""
         self.started = self.ended = time.perf_counter()
         self._tagged = tagged
         self._request = request
-        self._headers: Any = {}
+        self._headers: dict[str, str] = {}
         self._hidden = NOTHING
         self._renamed = False
         self._restorer: Restorer | None = None
-        self._reader: StreamReader | None = None
         self._lines = Lines()
-        self._raw: list[bytes] = []
-        self._read: tuple[bytes, Any] = b"", None
-        """A body in one piece, and what it says."""
+        self._answer: Answer | None = None
+        self._error: str | None = None
+        self._cut: str | None = None
+        self._unreadable = self._looked = False
         self._fed: float | None = None
-        for name in _KEY_HEADERS:
-            call.episode.core.safety.hide(request.headers.get(name))
+        self._keys = _keys(request)
+        for key in self._keys:
+            call.episode.core.safety.hide(key)
+
+    @property
+    def messages(self) -> list[JsonDict]:
+        """The messages sent, as the log keeps them."""
+        if self._messages is None:
+            self._messages = _sent_messages(self.request_body.get("messages"))
+        return self._messages
 
     @property
     def answered(self) -> bool:
@@ -92,6 +101,38 @@ class Exchange:
         if advice in ("true", "false"):
             return advice == "true"
         return self.status is None or self.status >= 500 or self.status in _RETRIED
+
+    @property
+    def reply(self) -> Reply | None:
+        """What was answered so far; one that came in one piece, when it is over."""
+        if self._answer is None or self._unreadable or not self.answered:
+            return None
+        try:
+            with self.call.episode.ledger.reading:
+                return self._answer.read()
+        except Exception as error:
+            self._unreadable = True
+            self.call.episode.core.safety.failed("read a reply", error)
+        return None
+
+    @property
+    def error(self) -> str | None:
+        """Why there is no good reply, as far as it is known."""
+        if self._error is None and self.closed and not self._looked:
+            self._looked = True
+            self._error = self._problem() or self._cut
+        return self._error
+
+    @error.setter
+    def error(self, text: str | None) -> None:
+        self._error = text
+
+    def choice(self, index: int) -> Choice | None:
+        """A choice by its index, and the only one by any: few servers number it otherwise."""
+        choices = self.reply.choices if self.reply else {}
+        if index not in choices and len(choices) == 1:
+            return next(iter(choices.values()))
+        return choices.get(index)
 
     def response_header(self, name: str) -> str | None:
         return self._headers.get(name)
@@ -153,8 +194,8 @@ class Exchange:
     def begin(self, status: int, headers: Any) -> None:
         """The answer begins: what came before its body."""
         self.status = status
-        self._headers = headers
-        kind = str(headers.get("content-type") or "").lower()
+        self._headers = _headers(headers)
+        kind = self._headers.get("content-type", "").lower()
         asked = bool(self.request_body.get("stream"))
         self.streaming = self.answered and (
             "event-stream" in kind or (asked and "json" not in kind)
@@ -162,10 +203,8 @@ class Exchange:
         if self.answered and asked != self.streaming:
             asked_for = "a stream" if asked else "a reply in one piece"
             self.error = f"the app asked for {asked_for} and the server answered otherwise"
-        if self.streaming:
-            echo = bool(self.request_body.get("echo"))
-            self._reader = StreamReader(expected=self._expected(), echo=echo)
-            self.reply = self._reader.reply
+        echo = bool(self.request_body.get("echo"))
+        self._answer = Answer(streaming=self.streaming, expected=self._expected(), echo=echo)
         if self.answered and (self._hidden or self._renamed):
             asked = self.asked_model if self._renamed else None
             self._restorer = Restorer(asked, self._hidden, failed=self._failed_to_restore)
@@ -186,15 +225,19 @@ class Exchange:
     def feed(self, data: bytes) -> bytes:
         """The server has sent ``data``; returns what the app is to see after it."""
         self._fed = time.perf_counter()
-        if self._reader is None:
-            self._raw.append(data)
+        answer = self._answer
+        if answer is None:
+            return data
+        self.size += len(data)
+        if not self.streaming:
+            answer.add(data)
             return data if self._restorer is None else b""
         lines = self._lines.feed(data)
         if not self.closed:
             try:
-                self._reader.take(lines)
-                if self._reader.reply.finished:
-                    self._register()
+                answer.take(lines)
+                if answer.seems_finished and not self.turn_ids:
+                    self._register_early(answer)
             except Exception as error:
                 self.call.episode.core.safety.failed("read a streamed reply", error)
         return data if self._restorer is None else self._restorer.lines(lines)
@@ -202,17 +245,11 @@ class Exchange:
     def rest(self) -> bytes:
         """What the app is to see when nothing more comes."""
         restorer, self._restorer = self._restorer, None
-        if restorer is None:
+        if restorer is None or self._answer is None:
             return b""
-        if self._reader is not None:
+        if self.streaming:
             return restorer.end(self._lines.rest())
-        return restorer.whole(*self._whole())
-
-    def _whole(self) -> tuple[bytes, Any]:
-        raw = b"".join(self._raw)
-        if self._read[0] != raw:
-            self._read = raw, parsed(raw)
-        return self._read
+        return restorer.whole(self._answer.body)
 
     def _failed_to_restore(self, error: Exception) -> None:
         self.call.episode.core.safety.failed("restore a reply", error)
@@ -222,40 +259,46 @@ class Exchange:
         if self.closed:
             return
         self.closed = True
+        if error is not None:
+            self._cut = describe_error(error)
         with self.call.episode.core.safety.guard("read a reply"):
-            self._read_body()
+            self._end()
             self._settle()
             self._register()
-        if self.answered and self.reply is None:
-            self.error = self.error or "the reply could not be read"
-        if self._restorer is None:
-            self._raw, self._read = [], (b"", None)
-        if error is not None:
-            self.error = self.error or describe_error(error)
+        self._request = self._wire = None
         cut = error is not None or self._fed is None
         self.ended = time.perf_counter() if cut else cast("float", self._fed)
 
-    def _register(self) -> None:
-        for choice in self.reply.choices.values() if self.reply else ():
-            self.call.register(self, choice)
+    def _end(self) -> None:
+        if self._answer is None:
+            return
+        self._answer.end(self._lines.rest() if self.streaming else ())
+        if not self.answered:
+            self.error = self._redacted(f"HTTP {self.status}: {self._answer.refusal()}")
 
-    def _read_body(self) -> None:
-        if self._reader is not None:
-            self._reader.end(self._lines.rest())
-            self.error = self.error or self._redacted(self._reader.reply.error)
+    def _problem(self) -> str | None:
+        """What is wrong with a reply that is over."""
+        if not self.answered or self._answer is None:
+            return None
+        if self.reply is None and self._unreadable:
+            return "the reply could not be read"
+        with self.call.episode.ledger.reading:
+            return self._redacted(self._answer.problem())
+
+    def _register_early(self, answer: Answer) -> None:
+        """A stream has said all, though it may go on for a while."""
+        if answer.expected == 1:
+            self.call.register(self, 0)
+        elif self.reply is not None and self.reply.finished:
+            self._register()
+
+    def _register(self) -> None:
+        if self.answered and self._answer is not None and self._answer.has_one_choice:
+            self.call.register(self, 0)
             return
-        if self.status is None:
-            return
-        raw, body = self._whole()
-        if self.answered and isinstance(body, dict):
-            self.reply = completion(cast("JsonDict", body), self._expected())
-            nothing = None if self.reply.choices else "the reply has no choices"
-            self.error = self.error or self._redacted(self.reply.error) or nothing
-        elif self.answered:
-            self.error = self.error or "the reply is not JSON"
-        else:
-            detail = error_text(body) if isinstance(body, dict) else raw.decode("utf-8", "replace")
-            self.error = self._redacted(f"HTTP {self.status}: {detail}")
+        reply = self.reply if self.answered else None
+        for index in reply.choices if reply else ():
+            self.call.register(self, index)
 
     def _expected(self) -> int:
         n = self.request_body.get("n")
@@ -265,8 +308,8 @@ class Exchange:
         """An error text without the key that the request carried."""
         if text is None:
             return None
-        for name in _KEY_HEADERS:
-            key = str(self._request.headers.get(name) or "").removeprefix("Bearer ").strip()
+        for given in self._keys:
+            key = given.removeprefix("Bearer ").strip()
             if len(key) >= _SHORTEST_KEY:  # "x" and the like are no secrets, but parts of words
                 text = text.replace(key, "***")
         return text[:500]
@@ -297,6 +340,26 @@ class Exchange:
             f"marft-agents: replies to agent {agent!r} from {self.base_url} carry no {missing}, so"
             f" its turns are logged but cannot be trained on; {why}; {cure}",
         )
+
+
+def _keys(request: Any) -> list[str]:
+    """What the headers of a request hold of keys."""
+    return [_decoded(v) for k, v in request.headers.raw if k.lower() in _KEY_HEADERS]
+
+
+def _headers(headers: Any) -> dict[str, str]:
+    """A copy of a response's headers; the app may change them."""
+    raw = getattr(headers, "raw", None)
+    if raw is None:
+        return {k.lower(): v for k, v in headers.items()}
+    return {_decoded(k).lower(): _decoded(v) for k, v in raw}
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return text.decode("latin-1")
 
 
 def _sent_messages(messages: Any) -> list[JsonDict]:

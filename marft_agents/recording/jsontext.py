@@ -5,6 +5,7 @@ Invariant: an edit changes the members it names; every other byte stays where an
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from json.decoder import JSONDecoder
@@ -57,7 +58,7 @@ class JsonObject:
         """
         put, gone = dict(put or {}), self.fields.keys() & set(drop)
         fields = {k: v for k, v in self.fields.items() if k not in gone} | put
-        added = [f"{_dumped(k)}:{_dumped(v)}" for k, v in put.items() if k not in self.fields]
+        added = [_member(k, v) for k, v in put.items() if k not in self.fields]
         data = self._data
         if gone or not put.keys().isdisjoint(self.fields):
             data = _replaced(data.decode(), put, gone).encode()
@@ -139,6 +140,18 @@ def _skip(text: str, at: int) -> int:
     while text[at] in " \t\n\r":
         at += 1
     return at
+
+
+def _member(name: str, value: Any) -> str:
+    """The text of one member; those of a request are the same few at every call."""
+    if isinstance(value, str | bool):
+        return _known_member(name, value)
+    return f"{_dumped(name)}:{_dumped(value)}"
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _known_member(name: str, value: str | bool) -> str:
+    return f"{_dumped(name)}:{_dumped(value)}"
 
 
 def _dumped(value: Any) -> str:

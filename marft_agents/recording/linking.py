@@ -10,7 +10,9 @@ system text nor a speaker selection proves anything there).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from marft_agents.schema import JsonDict
 
 MIN_SUBSTRING = 9
 MIN_TRUNCATED = 32
+_MOST_WAITING = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +35,42 @@ class Output:
 
 
 class Ledger:
-    """Outputs of one episode's finished turns, in order of completion. Not thread-safe."""
+    """Outputs of one episode's finished turns, in order of completion.
+
+    What is to be done may be handed in by any thread, costs it nothing, and is done in that order
+    by whoever asks first: as a rule the log's thread.
+    """
 
     def __init__(self) -> None:
+        self.reading = threading.RLock()
+        """Held by whoever catches up, or reads a reply of this episode."""
+        self._later: deque[Callable[[], None]] = deque()
         self._order: dict[str, int] = {}
         self._outputs: list[Output] = []
         self._by_text: dict[str, list[Output]] = {}
         self._known: set[tuple[str, str]] = set()
         self._by_call: dict[str, str] = {}
         self._quotes: dict[str, list[str]] = {}
+
+    def after_fork(self) -> None:
+        """The lock may have been held by a thread that a forked child does not have."""
+        self.reading = threading.RLock()
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called in its turn; it may use ``note`` and ``found`` only."""
+        self._later.append(action)
+        if len(self._later) > _MOST_WAITING:  # nobody asks: the log takes no events
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do what was handed in so far.
+
+        Raises:
+            Exception: what an action raised; those after it are left for the next time.
+        """
+        with self.reading:
+            while self._later:
+                self._later.popleft()()
 
     def add(
         self,
@@ -52,16 +82,8 @@ class Ledger:
         quotable: bool = True,
     ) -> None:
         """Register what a turn said; again with another ``text`` for a framework's rendering."""
-        self._order.setdefault(turn_id, len(self._order))
-        for call_id in call_ids:
-            self._by_call[call_id] = turn_id
-        key = (text or "").strip()
-        if not key or (turn_id, key) in self._known:
-            return
-        self._known.add((turn_id, key))
-        output = Output(turn_id, agent, key, quotable)
-        self._by_text.setdefault(key, []).append(output)
-        self._outputs.append(output)
+        calls = tuple(call_ids)
+        self.later(lambda: self.note(turn_id, agent, text, calls, quotable))
 
     def link(
         self,
@@ -73,6 +95,34 @@ class Ledger:
         ``delivered`` holds (text, turn id) of framework messages that were handed to the speaker;
         one counts when its text is really among the messages sent.
         """
+        with self.reading:
+            self.catch_up()
+            return self.found(messages, delivered)
+
+    def note(
+        self,
+        turn_id: str,
+        agent: str,
+        text: str | None,
+        call_ids: Iterable[str] = (),
+        quotable: bool = True,
+    ) -> None:
+        """``add`` at once."""
+        self._order.setdefault(turn_id, len(self._order))
+        for call_id in call_ids:
+            self._by_call[call_id] = turn_id
+        key = (text or "").strip()
+        if not key or (turn_id, key) in self._known:
+            return
+        self._known.add((turn_id, key))
+        output = Output(turn_id, agent, key, quotable)
+        self._by_text.setdefault(key, []).append(output)
+        self._outputs.append(output)
+
+    def found(
+        self, messages: Sequence[Mapping[str, Any]], delivered: Iterable[tuple[str, str]] = ()
+    ) -> list[str]:
+        """``link`` at once."""
         found: set[str] = set()
         used: set[Output] = set()
         sent: list[str] = []

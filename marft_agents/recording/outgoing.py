@@ -6,6 +6,7 @@ the body. Built with the type that came in, so that ``httpx`` and ``httpx2`` are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +14,7 @@ from urllib.parse import quote
 from marft_agents.schema import JsonDict
 
 TOKEN_FIELDS: JsonDict = {"return_token_ids": True, "logprobs": True}
-_OURS = (b"X-Marft-Episode", b"X-Marft-Agent")
+_OURS = ("X-Marft-Episode", "X-Marft-Agent")
 _LONGEST_NAME = 1024
 
 
@@ -30,14 +31,28 @@ def rebuilt(request: Any, content: bytes, identity: tuple[str, str] | None) -> A
 
     Servers refuse requests with large headers, so a name that would make one is left out.
     """
-    replaced = {b"content-length", *(name.lower() for name in _OURS if identity)}
-    headers = [(k, v) for k, v in request.headers.raw if k.lower() not in replaced]
-    names = [quote(name, errors="replace").encode() for name in identity or ()]
-    ours = [(k, v) for k, v in zip(_OURS, names, strict=False) if len(v) <= _LONGEST_NAME]
-    return type(request)(
+    kind = type(request.stream)
+    # Given as its stream, the body does not have all headers written anew.
+    body = {"stream": kind(content)} if kind.__name__ == "ByteStream" else {"content": content}
+    built = type(request)(
         request.method,
         request.url,
-        headers=[*headers, *ours],
-        content=content,
+        headers=request.headers,
         extensions=request.extensions,
+        **body,
     )
+    built.read()
+    if "Transfer-Encoding" not in built.headers:
+        built.headers["Content-Length"] = str(len(content))
+    for header, name in zip(_OURS, identity or (), strict=False):
+        quoted = _quoted(name)
+        if len(quoted) <= _LONGEST_NAME:
+            built.headers[header] = quoted
+        else:
+            built.headers.pop(header, None)
+    return built
+
+
+@functools.lru_cache(maxsize=1024)
+def _quoted(name: str) -> str:
+    return quote(name, errors="replace")

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 MASK = "[redacted:{}]"
+_LONGEST_NAME = 100
 _ESCAPE = re.compile(r"(?:\\[a-z]|\\u[0-9a-fA-F]{4}|%[0-9a-fA-F]{2})\Z")
 
 
@@ -130,6 +132,7 @@ _PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 _ANCHORS = ("key", "token", "secret", "passw", "passphrase", "pwd", "authorization")
+_ALL_ANCHORS = tuple(dict.fromkeys(anchor for shape in SHAPES for anchor in shape.anchors))
 _BEFORE = re.compile(r"(?:[A-Za-z0-9_-]{1,20} )?[A-Za-z0-9_-]{0,40}\Z")
 _AFTER = re.compile(
     r"(?P<rest>(?i:(?:or)?d))?\\{0,3}[\"'`]?\s{0,4}(?::=|=>|[:=]|\bis\b|provided:)\s{0,4}"
@@ -141,6 +144,8 @@ _AFTER = re.compile(
 
 def mask(text: str) -> tuple[str, list[str]]:
     """``text`` with each secret as ``[redacted:kind]``, and the kinds; itself when clean."""
+    if not _may_hold(text):
+        return text, []
     spans = sorted([*_by_shape(text), *_by_name(text)], key=lambda span: span.start)
     if not spans:
         return text, []
@@ -155,14 +160,31 @@ def mask(text: str) -> tuple[str, list[str]]:
     return "".join((*out, text[done:])), labels
 
 
+def _may_hold(text: str) -> bool:
+    """Whether any anchor is there; most texts hold none, and are looked through once."""
+    for anchor in _ALL_ANCHORS:
+        if anchor in text:
+            return True
+    lower = text.lower()
+    return any(anchor in lower for anchor in _ANCHORS)
+
+
 def name_kind(name: str) -> tuple[str, bool] | None:
     """Kind of secret that stands under ``name``, and whether that is certain."""
+    return _known_kind(name) if len(name) <= _LONGEST_NAME else _name_kind(name)
+
+
+def _name_kind(name: str) -> tuple[str, bool] | None:
     found = _CERTAIN.search(name)
     if found is not None:
         kind = next(k for k, part in found.groupdict().items() if part)
         return _LABELS.get(kind, kind), True
     found = _LIKELY.search(name)
     return (found[0].lower().rstrip("s"), False) if found else None
+
+
+_known_kind = functools.lru_cache(maxsize=4096)(_name_kind)
+"""The same few names come with every message."""
 
 
 def under_name(name: str, value: str) -> str | None:

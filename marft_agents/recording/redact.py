@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from marft_agents.errors import ConfigError
 from marft_agents.log.encode import to_plain
 from marft_agents.recording.clean import Payload
-from marft_agents.recording.patterns import MASK, mask, under_name
+from marft_agents.recording.patterns import MASK, mask, name_kind, under_name
 from marft_agents.recording.safety import Safety
 from marft_agents.schema import EVENT, EpisodeStarted, Event, JsonDict, Turn
 
@@ -37,8 +37,9 @@ _KEPT = frozenset(
 _REPLY = ("text", "tool_calls", "reasoning")
 _SHORTEST = 8
 _SHORTEST_NAME = 16
-_MEMO_FROM = 200
 _MEMO_CHARS = 4_000_000
+_MEMO_ENTRY = 100
+"""What an entry takes beside its characters."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Redactor:
         updates: JsonDict = {}
         changed: set[str] = set()
         for name, value in event:
-            if name in _KEPT:
+            if value is None or name in _KEPT:
                 continue
             found = len(self._labels)
             if (new := self._under(name, value)) is not value:
@@ -147,6 +148,8 @@ class Redactor:
 
     def _walk(self, value: Any) -> Any:
         """``value`` without secrets; itself where nothing changed."""
+        if value is None:
+            return value
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, dict):
@@ -163,15 +166,16 @@ class Redactor:
         return value
 
     def _dict(self, fields: dict[str, Any]) -> dict[str, Any]:
-        new = [(self._name(name), self._under(name, value)) for name, value in fields.items()]
-        old = zip(fields.items(), new, strict=True)
-        return fields if all(k is a and v is b for (k, v), (a, b) in old) else dict(new)
-
-    def _name(self, name: str) -> str:
-        return self._text(name) if len(name) >= _SHORTEST_NAME else name
+        changed = False
+        out: dict[str, Any] = {}
+        for name, value in fields.items():
+            key = self._text(name) if len(name) >= _SHORTEST_NAME else name
+            out[key] = new = self._under(name, value)
+            changed = changed or new is not value or key is not name
+        return out if changed else fields
 
     def _under(self, name: str, value: Any) -> Any:
-        if not self._plan.defaults:
+        if not self._plan.defaults or name_kind(name) is None:
             return self._walk(value)
         if isinstance(value, list):
             items = cast("list[Any]", value)
@@ -185,6 +189,8 @@ class Redactor:
         return self._walk(value)
 
     def _text(self, text: str) -> str:
+        if len(text) < _SHORTEST and not self._patterns:
+            return text
         if self._safety.keys is not self._keys:
             self._keys = self._safety.keys
             self._clean.clear()
@@ -213,14 +219,14 @@ class Redactor:
 
     def _remember(self, text: str) -> None:
         """A chat sends its history again with each turn; what was clean is clean."""
-        if not _MEMO_FROM <= len(text) <= _MEMO_CHARS // 4:
+        if len(text) > _MEMO_CHARS // 4:
             return
         self._clean[text] = None
-        self._clean_chars += len(text)
+        self._clean_chars += len(text) + _MEMO_ENTRY
         while self._clean_chars > _MEMO_CHARS:
             oldest = next(iter(self._clean))
             del self._clean[oldest]
-            self._clean_chars -= len(oldest)
+            self._clean_chars -= len(oldest) + _MEMO_ENTRY
 
     def _hashed(self, value: Any) -> Any:
         if isinstance(value, Mapping):

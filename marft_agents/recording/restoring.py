@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from marft_agents.recording.jsontext import revised
 from marft_agents.recording.lines import NO_JSON, Line, parsed
+from marft_agents.recording.splicing import is_whole, with_model, without_tokens
 from marft_agents.schema import JsonDict
 
 NOTHING: frozenset[str] = frozenset()
@@ -51,6 +52,7 @@ class Restorer:
         self._hides_both = self._hidden >= _BOTH
         self._served = served
         self._mark = b"" if hidden or served is None else served.encode()
+        self._names = _in_json(asked), _in_json(served)
         self._failed = failed
         self._held: list[Line] = []
         """Of an event in several lines, those that came."""
@@ -58,6 +60,9 @@ class Restorer:
 
     def whole(self, body: bytes, value: Any = None) -> bytes:
         """A reply in one piece; ``value``: what it is, where that is known."""
+        quick = self._quick(body)
+        if quick is not None:
+            return quick
         return self._text(body, parsed(body) if value is None else value)
 
     def lines(self, lines: Iterable[Line]) -> bytes:
@@ -72,6 +77,10 @@ class Restorer:
         data = line.data
         if data is None or data.startswith(_DONE) or self._mark not in line.text:
             return self._other(line)
+        quick = self._quick(data) if not self._held and is_whole(data) else None
+        if quick is not None:
+            self._dropped = self._line_dropped = False
+            return line.text if quick is data else _put(line, quick)
         value = line.value
         if self._held or value is NO_JSON:
             self._held.append(line)
@@ -80,7 +89,23 @@ class Restorer:
         self._dropped = self._line_dropped = not text
         if not text or text is data:
             return line.text if text else b""
-        return line.text[: line.at] + text + line.text[line.at + len(data) :]
+        return _put(line, text)
+
+    def _quick(self, data: bytes) -> bytes | None:
+        """The text restored without reading it, where that can be done."""
+        asked, served = self._names
+        try:
+            if self._hidden:
+                logprobs = "logprobs" in self._hidden
+                quick = without_tokens(data, ids=self._hides_ids, logprobs=logprobs)
+            else:
+                quick = data
+            if quick is None or self._asked is None:
+                return quick
+            return with_model(quick, asked, served) if asked is not None else None
+        except Exception as error:
+            self._failed(error)
+            return None
 
     def _other(self, line: Line) -> bytes:
         """A line without data, or without any that concerns us."""
@@ -155,6 +180,21 @@ class Restorer:
         return out
 
 
+def _in_json(name: str | None) -> bytes | None:
+    """A name as it stands between quotation marks."""
+    if name is None:
+        return None
+    try:
+        return json.dumps(name, ensure_ascii=False)[1:-1].encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return None
+
+
+def _put(line: Line, text: bytes) -> bytes:
+    """A line with another text as its data."""
+    return line.text[: line.at] + text + line.text[line.at + len(line.data or b"") :]
+
+
 def _is_bare(fields: JsonDict) -> bool:
     """A chunk without any text, which vLLM sends to those who ask for ids or log-probabilities."""
     choices = fields.get("choices")
@@ -188,7 +228,16 @@ def _written(data: bytes, fields: JsonDict, wanted: JsonDict) -> bytes:
 
 
 def restored_response(response: Any, content: bytes) -> Any:
-    """``response`` with another body; its headers are those of a server that sent this one."""
+    """``response`` with another body; its headers are those of a server that sent this one.
+
+    The same object as a rule; another one where somebody has taken more out of it than its bytes.
+    """
+    state: dict[str, Any] = vars(response)
+    if "_content" in state and "_text" not in state:
+        state["_content"] = content
+        if response.content is content:
+            set_length(response, content)
+            return response
     coded = (b"content-length", b"content-encoding", b"transfer-encoding")
     built = type(response)(
         response.status_code,

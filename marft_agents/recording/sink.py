@@ -42,8 +42,20 @@ class EventLog(Protocol):
     def close(self) -> None: ...
 
 
+class Draft(Protocol):
+    """An event that is put together on the log's thread, once, by ``event``."""
+
+    @property
+    def episode_id(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def event(self) -> Event: ...
+
+
 class _Queued(NamedTuple):
-    event: Event
+    event: Event | Draft
     size: int
 
     @property
@@ -100,9 +112,9 @@ class Sink:
 
     # -- the app's side -----------------------------------------------------------------------
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event | Draft) -> None:
         """Queue ``event``; borders of episodes, rewards and edits have a reserve of their own."""
-        size = held_bytes(event)
+        size = held_bytes(event) if isinstance(event, Event) else event.size
         queued = _Queued(event, size)
         with self._changed:
             why = self._refusal(queued)
@@ -180,7 +192,7 @@ class Sink:
             return f"holds {self._held // 2**20} MiB of unwritten events"
         return None
 
-    def _lose(self, event: Event) -> None:
+    def _lose(self, event: Event | Draft) -> None:
         """Count a lost event; the caller holds the lock."""
         self.lost += 1
         if isinstance(event, EpisodeEnded):
@@ -256,7 +268,7 @@ class Sink:
                 self._changed.notify_all()
         return True
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event | Draft) -> None:
         ready = self._prepared(event)
         if ready is None:
             with self._changed:
@@ -271,7 +283,11 @@ class Sink:
             else:
                 self._lose(ready)
 
-    def _prepared(self, event: Event) -> Event | None:
+    def _prepared(self, event: Event | Draft) -> Event | None:
+        if not isinstance(event, Event):
+            with self._safety.guard("put a turn together"):
+                return self._prepared(event.event())
+            return None
         try:
             ready = self._prepare(event)
         except Exception as error:

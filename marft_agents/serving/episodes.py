@@ -16,6 +16,7 @@ from typing import Any
 
 from marft_agents.recording.call import Call
 from marft_agents.recording.core import Core
+from marft_agents.recording.drafts import TurnDraft
 from marft_agents.recording.episode import LiveEpisode
 from marft_agents.schema import EndReason, Episode, JsonDict, Turn
 from marft_agents.serving.refusals import Refusal
@@ -59,6 +60,10 @@ class GatewayEpisode(LiveEpisode):
             self._answers.add(answer)
         super().add_turn(turn)
         self._tell(turn)
+
+    def add_draft(self, draft: TurnDraft) -> None:
+        """The turn is put together at once: it is told of before its client can act on it."""
+        self.add_turn(draft.turn())
 
     def _tell(self, turn: Turn) -> None:
         told = {"turn_id": turn.turn_id, "agent": turn.agent, "response_id": turn.response_id}

@@ -1,0 +1,124 @@
+"""Token fields taken out of the text of a reply without reading it.
+
+Invariant: what comes out is what reading and writing it again gives. That is certain for text of
+one choice in the form that engines write (no spaces, the members in vLLM's order); anything else
+gives ``None`` and is to be read. It rests on JSON: a quotation mark inside a text is escaped, so
+``"token_ids":`` is the name of a member wherever it stands.
+"""
+
+from __future__ import annotations
+
+_CHOICES = b'"choices":[{'
+_REASON = b'"finish_reason":'
+_LOGPROBS = b'"logprobs":'
+_TOKENS = b'"logprobs":{"content":['
+_IDS = b'"token_ids":'
+_PROMPT = b'"prompt_token_ids":'
+_ANY_IDS = b'token_ids"'
+_MODEL = b'"model":"'
+_NULL = b"null"
+_MARKS_PER_TOKEN = 10
+"""Quotation marks around the names ``token``, ``logprob``, ``bytes``, ``top_logprobs`` and around
+the token."""
+
+
+class _OtherForm(Exception):
+    """Text that has to be read."""
+
+
+def is_whole(text: bytes) -> bool:
+    """Whether it looks like a whole object and not like one of several lines of it."""
+    return text.count(b"{") == text.count(b"}")
+
+
+def without_tokens(text: bytes, *, ids: bool = True, logprobs: bool = True) -> bytes | None:
+    """A completion or chunk with null for its token ids, its log-probabilities, or both.
+
+    ``None``: it has to be read to tell.
+    """
+    if not text.startswith(b'{"') or not text.endswith(b"}"):
+        return None
+    if b"\\" in text and b"\\u" in text:  # names may be written so, too
+        return None
+    reason = text.rfind(_REASON)
+    if reason < 0:
+        return None if _ANY_IDS in text or b'"logprobs"' in text else text
+    try:
+        start = _tokens_before(text, reason)
+        before, after = text[:start], text[reason:]
+        if before.count(_CHOICES) != 1 or _REASON in before or _ANY_IDS in before:
+            return None
+        if _LOGPROBS in before or (start < reason and _LOGPROBS in after):
+            return None
+        between = text[start:reason]
+        if logprobs and start < reason:
+            between = _LOGPROBS + _NULL + b","
+        return b"".join((before, between, _without_ids(after) if ids else after))
+    except _OtherForm:
+        return None
+
+
+def with_model(text: bytes, asked: bytes, served: bytes | None) -> bytes | None:
+    """The text with ``asked`` as its model, in place of ``served`` alone where that is given.
+
+    ``None``: it has to be read to tell.
+    """
+    start = text.find(_MODEL, 0, text.find(b'"choices":'))
+    if start < 0 or b"\\" in text[:start] or text.find(_MODEL, start + 1) >= 0:
+        return None
+    if text.find(b"{", 1, start) >= 0 or text.find(b"[", 1, start) >= 0:
+        return None
+    start += len(_MODEL)
+    end = text.find(b'"', start)
+    model = text[start:end]
+    if b"\\" in model:
+        return None
+    return text if served not in (None, model) else text[:start] + asked + text[end:]
+
+
+def _tokens_before(text: bytes, reason: int) -> int:
+    """Where the log-probabilities just before the reason begin; ``reason`` when there are none."""
+    if text.endswith(b'"logprobs":null,', 0, reason):
+        return reason - len(b'"logprobs":null,')
+    if not text.endswith(b"]},", 0, reason):
+        return reason
+    start = text.find(_TOKENS)
+    if start < 0:
+        return reason
+    tokens = text.count(b"{", start, reason) - 1
+    marks = text.count(b'"', start, reason)
+    if marks != _MARKS_PER_TOKEN * tokens + 4:  # a member that is none of these
+        raise _OtherForm
+    return start
+
+
+def _without_ids(after: bytes) -> bytes:
+    """What follows the reason with null for the ids of its choice and of the reply."""
+    out: list[bytes] = []
+    named = after.count(_ANY_IDS)
+    for name, beside in ((_IDS, "before"), (_PROMPT, "behind")):
+        at = after.find(name)
+        if at < 0:
+            continue
+        end, named = _end_of_list(after, at + len(name)), named - 1
+        # In the object of the reason, as what precedes it; in the reply, as what is left.
+        others = after[:at] if beside == "before" else after[end:-1]
+        if any(brace in others for brace in (b"{", b"}", b"[")):
+            raise _OtherForm
+        out += (after[:at], name, _NULL)
+        after = after[end:]
+    if named:
+        raise _OtherForm
+    return b"".join((*out, after))
+
+
+def _end_of_list(text: bytes, start: int) -> int:
+    """Behind the null, or the list of numbers, that begins there."""
+    if text.startswith(_NULL, start):
+        return start + len(_NULL)
+    end = text.find(b"]", start)
+    if end < 0 or not text.startswith(b"[", start):
+        raise _OtherForm
+    if any(text.find(mark, start + 1, end) >= 0 for mark in (b"[", b"{", b'"')):
+        raise _OtherForm
+    return end + 1
