@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from marft_agents.errors import ConfigError
 from marft_agents.recording.patterns import mask
@@ -35,6 +35,7 @@ _LONGEST = 1000
 _LONGEST_TRACE = 8000
 _WAITING = 10_000
 _CLOSE_S = 2.0
+_STDERR = 2
 _SAID = frozenset({"message", "problem", "reason", "trace"})
 """Fields that quote others, who may have quoted a secret."""
 
@@ -111,17 +112,18 @@ def _text(value: Any) -> str:
 class LineHandler(logging.Handler):
     """Hands lines to a thread that writes them; ``lost`` counts those that it could not.
 
-    ``path``: a file that is appended to and opened anew when somebody moved it away.
+    Args:
+        path: a file that is appended to, and opened anew when somebody moved it away.
+        descriptor: where lines go without a ``path``.
     """
 
     def __init__(
-        self, kind: Format, path: Path | None = None, stream: TextIO | None = None
+        self, kind: Format, path: Path | None = None, *, descriptor: int = _STDERR
     ) -> None:
         super().__init__()
         self.lost = 0
         self._path = path
-        self._stream = stream if stream is not None else sys.stderr
-        self._file = _opened(path) if path is not None else None
+        self._out = descriptor if path is None else _opened(path)
         self._told = False
         self._lines: queue.Queue[str | None] = queue.Queue(_WAITING)
         self.setFormatter(LineFormatter(kind))
@@ -153,38 +155,37 @@ class LineHandler(logging.Handler):
                     lines.append(self._lines.get_nowait())
             going = None not in lines
             self._write([line for line in lines if line is not None])
-        if self._file is not None:
-            self._file.close()
+        if self._path is not None:
+            os.close(self._out)
 
     def _write(self, lines: list[str]) -> None:
+        data = "".join(lines).encode("utf-8", "backslashreplace")
         try:
-            out = self._out()
-            out.write("".join(lines))
-            out.flush()
-        except (OSError, ValueError) as error:  # a full disk, or a stream that is closed
-            self.lost += len(lines)
+            self._open_anew()
+            while data:
+                data = data[os.write(self._out, data) :]
+        except OSError as error:  # a full disk, or nobody reads any more
+            self.lost += data.count(b"\n")
             if self._path is not None and not self._told:
                 self._told = True
                 with contextlib.suppress(OSError, ValueError):
                     print(f"marft-agents cannot write {self._path}: {error}", file=sys.stderr)
 
-    def _out(self) -> TextIO:
-        if self._file is None or self._path is None:
-            return self._stream
+    def _open_anew(self) -> None:
+        if self._path is None:
+            return
         try:
-            there, mine = self._path.stat(), os.fstat(self._file.fileno())
-            moved = (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
+            there, mine = self._path.stat(), os.fstat(self._out)
+            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+                return
         except FileNotFoundError:
-            moved = True
-        if moved:
-            self._file.close()
-            self._file = _opened(self._path)
-        return self._file
+            pass
+        moved, self._out = self._out, _opened(self._path)
+        os.close(moved)
 
 
-def _opened(path: Path) -> TextIO:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
-    return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
 
 
 @contextlib.contextmanager
