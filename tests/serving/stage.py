@@ -19,6 +19,7 @@ from marft_agents.serving.access import Access
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.calls import tls
 from marft_agents.serving.client import EngineClient
+from marft_agents.serving.connections import PatientProtocol
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.gateway import Gateway, GatewaySettings
 from marft_agents.serving.gateway_client import GatewayClient
@@ -120,6 +121,8 @@ def running_app(app: Any) -> Generator[str]:
         port=0,
         log_level="error",
         proxy_headers=False,
+        http=PatientProtocol,
+        ws="none",
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
