@@ -42,7 +42,7 @@ from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
+from marft_agents.serving.rewrite import on_the_wire, rewrite_json, rewrite_stream
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.threads import in_thread
@@ -71,6 +71,15 @@ class GatewaySettings:
     """Whether the server listens on loopback alone; then it answers to the names of that only."""
     allowed_hosts: tuple[str, ...] = ()
 
+    def announced(self) -> dict[str, str]:
+        """Headers of every answer of an engine."""
+        out: dict[str, str] = {}
+        if self.logprobs_mode is not None:
+            out["X-Marft-Logprobs-Mode"] = self.logprobs_mode
+        if self.sampling_defaults is not None:
+            out["X-Marft-Sampling-Defaults"] = json.dumps(dict(self.sampling_defaults))
+        return out
+
 
 class Gateway:
     """Routes, alias table and engines of one ``serve``, and its ``recording`` if any.
@@ -93,6 +102,7 @@ class Gateway:
         self.settings = settings
         self.access = settings.access
         self.recording = recording
+        self._announced = settings.announced()
         self.supervisor = supervisor
         self.canaries = Canaries(swapper)
         self.observers = [
@@ -222,7 +232,7 @@ class Gateway:
         handed_over = False
         try:
             own = own_usage(body)
-            sent = json.dumps(watch.outgoing(body) | {"model": route.name} | own).encode()
+            sent = on_the_wire(watch.outgoing(body) | {"model": route.name} | own)
             response = await self._send(request, path, sent, passage)
             passage.status = response.status_code
             headers = self._headers(response, route)
@@ -264,14 +274,15 @@ class Gateway:
             raise _not_for(client, agent)
 
     def _resolve(self, asked: Any, episode: str | None, client: Client) -> Route:
-        known = ", ".join(agent for agent in self.aliases.agents if client.may_ask(agent))
-        if not isinstance(asked, str) or not asked:
-            raise Refusal(400, f"the request names no model; use one of the agents: {known}")
-        if not client.may_ask(asked):
+        named = isinstance(asked, str) and asked != ""
+        if named and not client.may_ask(asked):
             raise _not_for(client, asked)
-        route = self.aliases.resolve(asked, episode)
+        route = self.aliases.resolve(asked, episode) if named else None
         if route is not None:
             return route
+        known = ", ".join(agent for agent in self.aliases.agents if client.may_ask(agent))
+        if not named:
+            raise Refusal(400, f"the request names no model; use one of the agents: {known}")
         if asked in {"base", self.fleet.base.name}:
             message = (
                 f"the base model ({asked!r}) is not served by itself: every agent answers from its"
@@ -332,12 +343,7 @@ class Gateway:
 
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
-        headers["X-Marft-Adapter"] = route.name
-        if self.settings.logprobs_mode is not None:
-            headers["X-Marft-Logprobs-Mode"] = self.settings.logprobs_mode
-        if self.settings.sampling_defaults is not None:
-            headers["X-Marft-Sampling-Defaults"] = json.dumps(dict(self.settings.sampling_defaults))
-        return headers
+        return headers | {"X-Marft-Adapter": route.name} | self._announced
 
     def _relay(
         self,

@@ -9,13 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Collection
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from marft_agents.recording.lines import Lines, parsed
 from marft_agents.recording.restoring import NOTHING, Restorer
+from marft_agents.schema import JsonDict
 from marft_agents.serving.usage import StreamUsage, Told, tell_usage
 
 _EVENT_END = b"\n\n"
 _MODEL, _USAGE = b'"model"', b'"usage"'
 _REASON, _GOES_ON = b'"finish_reason"', b'"finish_reason":null'
+
+
+def on_the_wire(body: JsonDict) -> bytes:
+    """A request's body for the engine."""
+    try:
+        return to_json(body)
+    except PydanticSerializationError:  # half a surrogate pair
+        return json.dumps(body).encode()
 
 
 def rewrite_json(
@@ -116,4 +127,4 @@ def _ignored(_prompt: int | None, _reply: int | None) -> None:
     """Nobody asks what a reply cost."""
 
 
-__all__ = ["NOTHING", "rewrite_json", "rewrite_stream"]
+__all__ = ["NOTHING", "on_the_wire", "rewrite_json", "rewrite_stream"]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_agents.recording.lines import Line, Lines
-from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
+from marft_agents.serving.rewrite import on_the_wire, rewrite_json, rewrite_stream
 
 STREAM = (
     b'data: {"model":"router@v3","choices":[{"delta":{"content":"\xf0\x9f\x99\x82"}}]}\r\n\r\n'
@@ -160,3 +160,24 @@ def _collect(chunks: list[bytes], hidden: Collection[str]) -> bytes:
         return b"".join([c async for c in rewrite_stream(source(), "a@v1", "a", hidden)])
 
     return asyncio.run(run())
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=10**25, max_value=10**30)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_a_request_says_on_the_wire_what_it_said(body: dict[str, Any]) -> None:
+    assert json.loads(on_the_wire(body)) == body
+
+
+def test_half_a_surrogate_pair_passes() -> None:
+    assert json.loads(on_the_wire({"content": "\ud83d"})) == {"content": "\ud83d"}
