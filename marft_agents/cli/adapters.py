@@ -9,6 +9,7 @@ from __future__ import annotations
 from marft_agents.cli._subcommands import Subcommands
 
 SUBCOMMANDS = {
+    "canary": "Try a version on a share of the episodes.",
     "export": "Copy a version into a folder for PEFT, with its model card.",
     "list": "Agents and versions: which is in use, pinned, served.",
     "pin": "Keep an agent at one version.",

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from marft_agents.cli._adapters import require_registry, served_by, size_text
+from marft_agents.cli._amounts import percent
 from marft_agents.cli._text import say, table
 from marft_agents.errors import AdapterError, RegistryError
-from marft_agents.registry import Registry
+from marft_agents.registry import CanaryPlan, Registry
 from marft_agents.registry.locks import server_of
 from marft_agents.registry.prune import folder_size
 
@@ -26,6 +27,8 @@ class _Row:
     current: bool
     previous: bool
     pinned: bool
+    canary: float | None
+    """The share of the episodes that it gets."""
     loaded: bool | None
     untrained: bool | None
     created: str | None
@@ -80,6 +83,11 @@ def _read(
             if str(error) not in out.problems:
                 out.problems.append(str(error))
     out.current = marks.get("current")
+    canary: CanaryPlan | None = None
+    try:
+        canary = registry.canary(agent)
+    except RegistryError as error:
+        out.problems.append(str(error))
     loaded: list[int] | None = None
     if served is not None:
         out.served, loaded = served.get(agent, (None, []))
@@ -89,7 +97,8 @@ def _read(
                 f" {'nothing' if out.served is None else out.served}"
             )
     for version in registry.versions(agent):
-        out.versions.append(_row(registry, out, version, marks, loaded))
+        share = canary.share if canary is not None and canary.version == version else None
+        out.versions.append(_row(registry, out, version, marks, loaded, share))
     return out
 
 
@@ -99,6 +108,7 @@ def _row(
     version: int,
     marks: Mapping[str, int | None],
     loaded: list[int] | None,
+    canary: float | None,
 ) -> _Row:
     facts: dict[str, Any] = dict.fromkeys(("untrained", "created", "parent", "episodes"))
     try:
@@ -115,6 +125,7 @@ def _row(
     return _Row(
         version=version,
         **{mark: marks.get(mark) == version for mark in ("current", "previous", "pinned")},
+        canary=canary,
         loaded=None if loaded is None else version in loaded,
         bytes=folder_size(registry.path(agent.agent, version)),
         **facts,
@@ -138,6 +149,7 @@ def _cells(agent: _Agent, row: _Row) -> tuple[str, ...]:
         "current": row.current,
         "previous": row.previous,
         "pinned": row.pinned,
+        f"canary {percent(row.canary or 0)}": row.canary,
         "untrained": row.untrained,
         "served": agent.served == row.version,
         "loaded": row.loaded and agent.served != row.version,

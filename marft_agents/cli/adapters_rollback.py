@@ -37,7 +37,8 @@ def command(
 ) -> None:
     """Let AGENT answer from the version that was in use before, says the audit trail.
 
-    Rolling back twice goes back two versions.
+    Rolling back twice goes back two versions. Episodes that have begun move over at their next
+    call, and a canary ends.
     """
     registry, slug = Registry(adapters), agent_name(agent)
     target = registry.rollback_target(slug, to)

@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from marft_agents.cli._adapters import one_version, require_registry, size_text
+from marft_agents.cli._amounts import percent
 from marft_agents.cli._moving import adapters_option
 from marft_agents.cli._text import say, table
-from marft_agents.registry import Registry
+from marft_agents.registry import CanaryPlan, Registry
 from marft_agents.registry.verify import file_states
 from marft_agents.schema import AdapterManifest
 
@@ -33,12 +34,16 @@ def command(version: str, adapters: Path, as_json: bool) -> None:
         for name, problem in file_states(folder, manifest)
     ]
     trail = [e for e in registry.audit(agent) if number in (e.get("from"), e.get("to"))]
+    canary = registry.canary(agent)
+    if canary is not None and canary.version != number:
+        canary = None
     if as_json:
         told: dict[str, Any] = {"folder": str(folder), "current": registry.current(agent)}
         told |= {"pinned": registry.pinned(agent), "files": files, "audit": trail}
+        told["canary"] = None if canary is None else canary.model_dump(mode="json")
         say(json.dumps({"manifest": manifest.model_dump(mode="json"), **told}, indent=2))
         return
-    for line in _lines(registry, (agent, number), manifest, files, trail):
+    for line in _lines(registry, (agent, number), manifest, canary, files, trail):
         say(line)
 
 
@@ -50,6 +55,7 @@ def _lines(
     registry: Registry,
     name: tuple[str, int],
     manifest: AdapterManifest,
+    canary: CanaryPlan | None,
     files: list[dict[str, Any]],
     trail: list[dict[str, Any]],
 ) -> Iterator[str]:
@@ -57,6 +63,7 @@ def _lines(
     marks = {
         "in use": registry.current(agent) == number,
         "pinned": registry.pinned(agent) == number,
+        f"canary, {percent(canary.share if canary else 0)}": canary is not None,
         "untrained": manifest.untrained,
     }
     states = ", ".join(mark for mark, holds in marks.items() if holds)

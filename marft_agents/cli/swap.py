@@ -11,6 +11,7 @@ from marft_agents.cli._moving import (
     change_of,
     evidence_options,
     move,
+    now_option,
 )
 from marft_agents.registry import Registry
 from marft_agents.schema import adapter_slug
@@ -24,6 +25,7 @@ _DEFAULT_SERVER = "http://127.0.0.1:8000"
 @click.option("--version", type=click.IntRange(min=1), help="Default: the highest version.")
 @click.option("--server", metavar="URL", default=_DEFAULT_SERVER, show_default=True)
 @click.option("--offline", is_flag=True, help="Only change the version in use; no server is told.")
+@now_option
 @evidence_options
 def command(
     agent: str,
@@ -31,13 +33,17 @@ def command(
     version: int | None,
     server: str,
     offline: bool,
+    now: bool,
     reason: str | None,
     evaluation: Path | None,
     force: bool,
 ) -> None:
-    """Let AGENT answer from a published adapter version, without a break for running requests."""
+    """Let AGENT answer from a published adapter version, without a break for running requests.
+
+    Episodes that have begun keep the version they have, unless --now moves them over.
+    """
     registry, slug = Registry(adapters), adapter_slug(agent)
     wanted = version or max(registry.versions(slug), default=1)
     registry.verify(slug, wanted)
     change = change_of("swap", reason, evaluation, force=force)
-    move(registry, slug, wanted, change, None if offline else server)
+    move(registry, slug, wanted, change, None if offline else server, now=now)

@@ -64,6 +64,12 @@ class Program:
         assert (code, out, err.count("\n")) == (2, "", 1), (out, err)
         return err
 
+    def usage(self, *arguments: object) -> str:
+        """What click says of an option."""
+        code, out, err = self._run(arguments)
+        assert (code, out) == (2, ""), (out, err)
+        return err
+
     @contextmanager
     def serving(self) -> Generator[Stage]:
         with running_stage(self.house) as stage, locks.serving(self.house.registry.root, stage.url):
@@ -246,6 +252,119 @@ def test_pin(adapters: Program, house: House) -> None:
         assert "pin takes a version, or --remove" in adapters.refuses(*words)
 
 
+# --- canary --------------------------------------------------------------------------------------
+
+
+def converse(stage: Stage, version: int, count: int) -> None:
+    """Requests of as many episodes that get a version."""
+    split = stage.gateway.aliases.split("router")
+    names = (f"e{n}" for n in range(10_000))
+    for name in names:
+        takes = split is not None and split.takes("router", name)
+        if takes == (split is not None and split.version == version):
+            headers = {"X-Marft-Episode": name}
+            body = {"model": "router", "messages": [{"role": "user", "content": "?"}]}
+            stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
+            count -= 1
+        if not count:
+            return
+
+
+def test_canary_from_start_to_stop(adapters: Program, house: House) -> None:
+    with adapters.serving() as stage:
+        server = ("--server", stage.url)
+        out = adapters("canary", "router", 2, "--share", "30%", *server, "--reason", "new data")
+        assert out == (
+            "router: v2 gets 30% of the episodes that begin from now on, v1 stays in use; compared"
+            " with it for 30 min\n"
+        )
+        assert trail(house)["action"] == "canary" and trail(house)["current"] == 1
+        assert trail(house)["evidence"]["reason"] == "new data"
+        out = adapters("canary", "router", 2, "--share", "0.3", *server)
+        assert "already; nothing was changed" in out
+        converse(stage, 2, 3)
+        out = adapters("canary", "router", "--status", *server)
+        assert "router: the canary v2 has 30% of the episodes; 30 min to go" in out
+        assert "  v2: 3 requests, 0 failed, " in out and "  v1: 0 requests, 0 failed" in out
+        assert "too few requests to judge" in out
+        out = adapters("canary", "router", "--status")
+        assert out == "router: v2 has 30% of the episodes; --server URL says how it does\n"
+        assert "canary 30%" in adapters("list") and "canary 30%, loaded" in adapters(
+            "list", *server
+        )
+        listed = json.loads(adapters("list", "--json"))["agents"][0]["versions"]
+        assert [row["canary"] for row in listed] == [None, 0.3, None, None, None]
+        assert "router@v2 (canary, 30%)" in adapters("show", "router@v2")
+        assert json.loads(adapters("show", "router@v2", "--json"))["canary"]["share"] == 0.3
+        assert "is a canary" in adapters.refuses("promote", "router", 3, *server)
+        assert "stays: a canary" in adapters("prune", "--keep", 1, *server)
+        assert "name it: --server URL" in adapters.refuses("canary", "router", "--stop")
+        out = adapters("canary", "router", "--stop", *server)
+        assert "v2 was stopped; 3 episodes keep it until they end" in out
+        assert "stays: loaded in the server" in adapters("prune", "--keep", 1, *server)
+        assert "has no canary" in adapters("canary", "router", "--stop", *server)
+        out = adapters("canary", "router", "--status", *server)
+        assert out.startswith("router: has no canary; v1 is in use\nrouter: v2 before: stopped\n")
+
+
+def test_a_canary_of_a_server_that_has_stopped(adapters: Program, house: House) -> None:
+    with adapters.serving() as stage:
+        adapters("canary", "router", 2, "--share", "5%", "--server", stage.url)
+    out = adapters("canary", "router", "--status")
+    assert out == "router: v2 has 5% of the episodes; no server runs; the next one goes on\n"
+    assert adapters("canary", "router", "--stop") == "router: the canary v2 was stopped\n"
+    assert trail(house)["action"] == "canary-stop"
+    assert adapters("canary", "router", "--status") == "router: has no canary\n"
+
+
+def test_promote_with_a_watch_and_episodes_that_keep_the_old_version(adapters: Program) -> None:
+    with adapters.serving() as stage:
+        server = ("--server", stage.url)
+        converse(stage, 1, 25)
+        out = adapters("promote", "router", 2, *server, "--watch", "10m", "--min-requests", 20)
+        assert "; 25 episodes keep v1 until they end (--now moves them over)\n" in out
+        assert "compared for 10 min with 25 requests that v1 answered before" in out
+        assert "too few" not in out
+        assert "v2 is watched" in adapters("canary", "router", "--status", *server)
+        out = adapters("promote", "router", 3, *server, "--now", "--watch", "10m")
+        assert "; 25 episodes move over at their next call" in out and "too few to judge" in out
+        out = adapters("rollback", "router", *server)
+        assert out.startswith("router: v3 -> v2; ")
+
+
+def test_mistakes_with_a_canary(adapters: Program, house: House) -> None:
+    for words in (("router",), ("router", 2, "--stop"), ("router", "--stop", "--status")):
+        assert "a version with --share, or --stop" in adapters.refuses("canary", *words)
+    assert "--share 10%" in adapters.refuses("canary", "router", 2)
+    assert "--share 10%" in adapters.refuses("canary", "router", "--stop", "--share", "10%")
+    assert "--server URL" in adapters.refuses("canary", "router", 2, "--share", "10%")
+    now = ("canary", "router", 2, "--share", "10%", "--now")
+    assert "--now goes with --stop" in adapters.refuses(*now)
+    assert "--watch is for a running server" in adapters.refuses(
+        "promote", "router", 2, "--watch", "10m"
+    )
+    url = f"http://127.0.0.1:{free_port()}"
+    line = adapters.refuses("canary", "router", 2, "--share", "10%", "--server", url)
+    assert f"cannot reach {url}" in line
+    for option in (("--share", "150%"), ("--share", "x"), ("--share", "1%", "--for", "1w")):
+        with adapters.serving() as stage:
+            words = ("canary", "router", 2, *option, "--server", stage.url)
+            assert "write it as" in adapters.usage(*words)
+    assert house.registry.canary("router") is None
+
+
+def test_a_canary_in_a_server_of_another_folder(
+    adapters: Program, house: House, tmp_path: Path
+) -> None:
+    other = make_house(tmp_path / "other")
+    for untrained in (True, False):
+        other.publish("router", untrained=untrained)
+    with running_stage(other) as stage:
+        words = ("canary", "router", 2, "--share", "10%", "--server", stage.url)
+        assert "started with another folder" in adapters.refuses(*words)
+    assert house.registry.canary("router") is None
+
+
 # --- prune, verify, export ------------------------------------------------------------------------
 
 
@@ -310,7 +429,12 @@ def test_export(adapters: Program, house: House, tmp_path: Path) -> None:
 def test_names_that_are_paths_are_refused(
     adapters: Program, tmp_path: Path, command: str, name: str
 ) -> None:
-    more = {"promote": [2], "pin": [2], "export": [tmp_path / "out"]}.get(command, [])
+    more = {
+        "promote": [2],
+        "pin": [2],
+        "export": [tmp_path / "out"],
+        "canary": ["--status"],
+    }.get(command, [])
     assert "is no agent's name" in adapters.refuses(command, name, *more)
     assert not (tmp_path / "out").exists()
 
