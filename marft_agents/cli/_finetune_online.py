@@ -68,7 +68,7 @@ def make_online(
     """What ``finetune`` needs to run the app; closed with ``stack``.
 
     Raises:
-        ConfigError: the tasks and the settings do not fit, or an adapter is pinned.
+        ConfigError: the tasks and the settings do not fit, or an adapter is pinned or has a canary.
     """
     once = config.group_size == 1 and len(part.tasks) >= config.episodes_per_iteration
     if config.estimator == "group" and once:
@@ -92,7 +92,14 @@ def make_online(
         reward=reward,
         say=say,
     )
-    return Online(stack.enter_context(source), server.swap)
+
+    def swap(adapter: str, version: int) -> None:
+        if source.ended:  # of the rounds so far, none goes on
+            server.client.release(sorted(source.ended))
+            source.ended.clear()
+        server.swap(adapter, version)
+
+    return Online(stack.enter_context(source), swap)
 
 
 def _amount(part: OnlinePart, config: MarftConfig) -> str:

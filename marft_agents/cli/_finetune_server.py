@@ -124,7 +124,8 @@ def require_unpinned(output: Path, agents: Mapping[str, str]) -> None:
     """Training while the app runs needs every new version in use.
 
     Raises:
-        ConfigError: an adapter is pinned, and none of ``agents`` (the setting) freezes it.
+        ConfigError: an adapter is pinned or has a canary, and none of ``agents`` (the setting)
+            freezes it.
     """
     from marft_agents.training.roles import UNTRAINED_ROLES
 
@@ -135,6 +136,15 @@ def require_unpinned(output: Path, agents: Mapping[str, str]) -> None:
                 f"{adapter!r} is pinned to version {version} in {output}, and every iteration of"
                 f" --online puts a new one in use; take the pin off (marft-agents adapters pin"
                 f" {adapter} --remove --adapters {output}), or set `agents: {{{adapter}: frozen}}`"
+            )
+    registry = Registry(output)
+    for adapter in registry.agents():
+        canary = None if adapter in still else registry.canary(adapter)
+        if canary is not None:
+            raise ConfigError(
+                f"version {canary.version} of {adapter!r} is a canary, and every iteration of"
+                f" --online puts a new version in use; end it first (marft-agents adapters canary"
+                f" {adapter} --stop --server URL)"
             )
 
 

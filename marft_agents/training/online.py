@@ -71,6 +71,9 @@ class OnlineSource:
         """Of the latest iteration."""
         self.signal = False
         """Whether the latest iteration has something to learn from; if not, skip the update."""
+        self.ended: set[str] = set()
+        """Episodes that have ended since somebody took them out: a server keeps versions for them
+        until it is told."""
         self._run, self._config, self._reward, self._say = run, config, reward, say
         self._make_recorder = make_recorder
         self._mixer = TaskMixer(tasks, config.seed)
@@ -106,20 +109,22 @@ class OnlineSource:
 
     def _play(self, folder: Path) -> list[Group]:
         recorder = self._make_recorder(folder)
+        rounds = Rounds(
+            run=self._run,
+            mixer=self._mixer,
+            config=self._config,
+            reward=self._reward,
+            say=self._say,
+            runner=self._runner,
+            recorder=recorder,
+            folder=folder,
+            report=self.report,
+            require_rewards=not self._scored_before,
+        )
         try:
-            return Rounds(
-                run=self._run,
-                mixer=self._mixer,
-                config=self._config,
-                reward=self._reward,
-                say=self._say,
-                runner=self._runner,
-                recorder=recorder,
-                folder=folder,
-                report=self.report,
-                require_rewards=not self._scored_before,
-            ).play()
+            return rounds.play()
         finally:
+            self.ended |= rounds.ended
             recorder.close()
 
     def lines(self) -> list[str]:

@@ -95,6 +95,12 @@ class Rounds:
     """Whether an iteration without any reward is a mistake in the set-up."""
     _read_before: set[str] = field(default_factory=set[str])
 
+    @property
+    def ended(self) -> set[str]:
+        """Ids of every episode that was recorded, read or not."""
+        of_runs = {name for outcome in self.report.outcomes for name in outcome.episode_ids}
+        return of_runs | self._read_before
+
     def play(self) -> list[Group]:
         """Play rounds until every group has spread, or no round is left.
 

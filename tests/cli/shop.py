@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class FakeGateway:
     slots: int | None = None
     refuse: str | None = None
     swaps: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    released: list[tuple[int, list[str]]] = field(default_factory=list[tuple[int, list[str]]])
+    """Episodes that have ended, with the number of swaps before that was said."""
 
     def __call__(self, url: str, **options: Any) -> FakeGateway:
         return self
@@ -77,6 +80,10 @@ class FakeGateway:
             "max_lora_rank": self.limit,
             "max_loras": self.slots,
         }
+
+    def release(self, episodes: Sequence[str]) -> int:
+        self.released.append((len(self.swaps), list(episodes)))
+        return len(episodes)
 
     def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
         if agent == self.refuse:

@@ -50,6 +50,8 @@ def test_offline_to_online_in_one_command(shop: Shop) -> None:
     assert "runs failed: 1 ConnectionError" in out
     folders = sorted((shop.root / "logs" / "online").glob("*/iteration-*"))
     assert [folder.name for folder in folders] == ["iteration-0001", "iteration-0002"]
+    ended = [sorted(e.episode_id for e in LogReader(folder).episodes()) for folder in folders]
+    assert gateway.released == [(2, ended[0]), (4, ended[1])], "told before each round's swaps"
     turns = [t for e in LogReader(folders[1]).episodes() for t in e.turns]
     assert {t.adapter_start for t in turns} == {"router@v3", "writer@v3"}
     training = Registry(shop.root / "adapters").manifest("router", 4).training
