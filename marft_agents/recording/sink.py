@@ -1,12 +1,13 @@
 """From the app's threads to the disk, without the app ever waiting for the disk.
 
 Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
-prepares (redacts, hashes, encodes) and writes in the order of ``put``. The queue is bounded in
-events and in bytes; a full queue or a disk error loses the newest event, which is counted for its
-episode in ``EpisodeEnded.dropped_events`` and said once. Small events that change what an episode
-means (its borders, rewards, edits) are kept, in bounds, when the disk refuses them, and written
-when it works again. A forked child starts with an empty queue: what the parent had queued is the
-parent's to write.
+prepares (redacts, hashes, encodes) and writes in the order of ``put``: a moment later, a few events
+together and with pauses, for while it works the app's thread cannot. ``flush`` and ``close`` wait
+for no such moment. The queue is bounded in events and in bytes; a full queue or a disk error loses
+the newest event, which is counted for its episode in ``EpisodeEnded.dropped_events`` and said once.
+Small events that change what an episode means (its borders, rewards, edits) are kept, in bounds,
+when the disk refuses them, and written when it works again. A forked child starts with an empty
+queue: what the parent had queued is the parent's to write.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ _RESERVE_BYTES = 16 * 2**20
 _COUNTED_EPISODES = 100_000
 _IDLE_S = 30.0
 """Seconds without an event after which the thread ends; the next event starts another."""
+_LINGER_S = 0.05
+"""Seconds that an event waits for others, while nobody asks for it to be written."""
+_ROUNDS = 4
+"""How often to look for events that come without waking anybody, before sleeping."""
+_PAUSE_S = 0.0002
+_MOST_LINGERING = 1000
+_MOST_LINGERING_BYTES = 16 * 2**20
 _BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent, EditEvent)
 
 
@@ -88,6 +96,8 @@ class Sink:
         self._prepare = prepare or Redactor(safety=safety)
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
+        self._most_lingering = min(_MOST_LINGERING, capacity // 4)
+        self._most_lingering_bytes = min(_MOST_LINGERING_BYTES, capacity_bytes // 4)
         self._closed = self._log_closed = self._given_up = self._threadless = False
         self.lost = 0
         """Events that never reached the log, since the start."""
@@ -103,6 +113,11 @@ class Sink:
         self._dropped: Counter[str] = Counter()
         self._accepted = 0
         self._handled = 0
+        self._wanted = 0
+        """How many events somebody waits for."""
+        self._batch = 0
+        """Of the queue, how many events to write now."""
+        self._asleep = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -124,7 +139,8 @@ class Sink:
                 self._held_borders += size if queued.border else 0
                 self._accepted += 1
                 self._start()
-                self._changed.notify_all()
+                if self._asleep or self._is_urgent():
+                    self._changed.notify_all()
             else:
                 self._lose(event)
         if why is not None:
@@ -147,6 +163,7 @@ class Sink:
             if self._thread is threading.current_thread():
                 return self._handled >= target
             threaded = self._handled >= target or self._start()
+            self._wanted = max(self._wanted, target)
             self._changed.notify_all()
             if threaded:
                 return self._changed.wait_for(lambda: self._handled >= target, timeout)
@@ -245,13 +262,14 @@ class Sink:
     def _next(self, *, wait: bool) -> bool:
         """Write the oldest event; False when there is none (and none will come)."""
         with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._queue or self._closed, _IDLE_S)
+            if wait and self._batch <= 0:
+                self._await_events()
             if not self._queue:
                 if wait and not self._closed:  # nobody may be left to close this recorder
                     self._thread = None
                 return False
             queued = self._queue.popleft()
+            self._batch -= 1
         size, border = queued.size, queued.border
         try:
             self._write(queued.event)
@@ -266,7 +284,36 @@ class Sink:
                 self._held -= size
                 self._held_borders -= size if border else 0
                 self._changed.notify_all()
+                pause = wait and self._batch > 0 and not self._is_urgent()
+        if pause:
+            time.sleep(_PAUSE_S)
         return True
+
+    def _await_events(self) -> None:
+        """Wait for events, and then for more of them; the caller holds the lock.
+
+        For a while this looks by itself: waking a thread would cost the app more than ``put``.
+        """
+        for _ in range(_ROUNDS):
+            self._changed.wait_for(self._is_urgent, _LINGER_S)
+            if self._queue or self._closed:
+                break
+        else:
+            self._asleep = True
+            self._changed.wait_for(lambda: self._queue or self._closed, _IDLE_S)
+            self._asleep = False
+            if self._queue:
+                self._changed.wait_for(self._is_urgent, _LINGER_S)
+        self._batch = len(self._queue)
+
+    def _is_urgent(self) -> bool:
+        """Whether somebody waits, or much does; the caller holds the lock."""
+        return (
+            self._closed
+            or self._handled < self._wanted
+            or len(self._queue) >= self._most_lingering
+            or self._held >= self._most_lingering_bytes
+        )
 
     def _write(self, event: Event | Draft) -> None:
         ready = self._prepared(event)
