@@ -35,6 +35,8 @@ def dependency_order(turns: Sequence[Turn]) -> list[Turn]:
     """
     completed = sorted(turns, key=lambda t: (t.index, t.time))
     position = {t.turn_id: k for k, t in enumerate(completed)}
+    if all(position.get(d, -1) < k for k, turn in enumerate(completed) for d in turn.depends_on):
+        return completed
     waits: dict[int, set[int]] = {}
     unblocks: dict[int, list[int]] = {}
     for k, turn in enumerate(completed):

@@ -66,7 +66,9 @@ def fold(episode_id: str, events: Iterable[tuple[AnyEvent, str]]) -> Folded:
     episode = Episode(
         episode_id=episode_id,
         started=started,
-        turns=_edited([with_known_turns(turn, same_as) for turn in kept], edits, same_as),
+        turns=_edited(
+            [with_known_turns(t, same_as) for t in kept] if same_as else kept, edits, same_as
+        ),
         tools=sorted(tools, key=_place),
         humans=sorted(humans, key=_place),
         rewards=[with_known_turn(reward, same_as) for reward in rewards],

@@ -202,14 +202,22 @@ def are_logprobs(values: list[float] | None) -> bool:
     """Whether all can be log-probabilities of sampled tokens."""
     if not values:
         return True
-    return all(map(math.isfinite, values)) and max(values) <= 1e-3 and min(values) > -9999
+    # Of numbers in this range no sum overflows, and one that is not finite makes the sum so.
+    return math.isfinite(sum(values)) and max(values) <= 1e-3 and min(values) > -9999
+
+
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal", "thinking"}
 
 
 def _has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether token ids alone may not say what the model saw."""
-    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
-    kinds = {str(p.get("type")) for parts in contents for p in parts if isinstance(p, dict)}
-    return not kinds <= {"text", "input_text", "output_text", "refusal", "thinking"}
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            kinds = {str(part.get("type")) for part in content if isinstance(part, dict)}
+            if not kinds <= _TEXT_PARTS:
+                return True
+    return False
 
 
 class ToolEvent(Event):

@@ -92,11 +92,11 @@ def assign_credit(
     else:
         pairs = zip(data.episodes, values, strict=True)
         actions = [_actions(episode, v, config) for episode, v in pairs]
-    raw = {
-        i: _of_row(data, actions, i)
-        for i in chain.from_iterable(by_adapter.values())
-        if (data.rows[i].episode, data.rows[i].agent) not in silent
-    }
+    raw: dict[int, list[float]] = {}
+    for i in chain.from_iterable(by_adapter.values()):
+        turn = data.rows[i]
+        if (turn.episode, turn.agent) not in silent:
+            raw[i] = actions[turn.episode][turn.k].advantage_L
     scale = _spread([e.total_reward for e in data.episodes]) or 1.0
     flat = [
         adapter
@@ -124,12 +124,6 @@ def _nothing(config: MarftConfig, flat_groups: int) -> str:
     )
 
 
-def _of_row(data: TrainingSet, actions: Sequence[Sequence[ActionCredit]], row: int) -> list[float]:
-    """Raw advantages of a row: one, or one for each of its tokens."""
-    turn = data.rows[row]
-    return actions[turn.episode][turn.k].advantage_L
-
-
 def _normalised(
     data: TrainingSet, raw: Mapping[int, list[float]], rows: Sequence[int], config: MarftConfig
 ) -> dict[int, list[float]]:
@@ -137,7 +131,7 @@ def _normalised(
     if config.estimator == "group":
         return {i: list(raw[i]) for i in rows}
     flat = [x for i in rows for x in raw[i]]
-    owners = [data.rows[i].agent for i in rows for _ in raw[i]]
+    owners = [agent for i in rows for agent in [data.rows[i].agent] * len(raw[i])]
     scaled = iter(normalise(flat, owners, config.normalise))
     return {i: [next(scaled) for _ in raw[i]] for i in rows}
 
@@ -266,9 +260,9 @@ def _spread(values: Sequence[float]) -> float:
 
 def reward_credits(data: TrainingSet, by_adapter: Mapping[str, Sequence[int]]) -> Credits:
     """No credit at all: every turn stands for what its episode earned (supervised training)."""
+    earned = [episode.total_reward for episode in data.episodes]
     advantage = {
-        i: [data.episodes[data.rows[i].episode].total_reward]
-        for i in chain.from_iterable(by_adapter.values())
+        i: [earned[data.rows[i].episode]] for i in chain.from_iterable(by_adapter.values())
     }
     return Credits([], advantage, [])
 

@@ -8,11 +8,13 @@ and reference log-probabilities, compound factors) belongs to it too.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from marft_agents.training.advantages import Credits
-from marft_agents.training.dataset import EpisodeView, TrainingSet
+from marft_agents.training.dataset import TrainingSet
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Batch:
     objective: str
     """``awr`` or ``ppo``; or ``sft``, ``kto``, ``dpo``, whose steps are TRL's."""
     iteration: int
-    rows: list[TrainRow]
+    rows: Sequence[TrainRow]
     order: list[list[str]]
     """Groups of adapters; a group is updated after the groups before it."""
     depends: dict[int, list[list[int]]]
@@ -78,12 +80,11 @@ class Batch:
 
     def __post_init__(self) -> None:
         self._rows_of: dict[str, list[int]] = {}
+        tokens = Counter[str]()
         for i, row in enumerate(self.rows):
             self._rows_of.setdefault(row.adapter, []).append(i)
-        self._mean_length = {
-            adapter: math.fsum(len(self.rows[i].token_ids) for i in rows) / len(rows)
-            for adapter, rows in self._rows_of.items()
-        }
+            tokens[row.adapter] += len(row.token_ids)
+        self._mean_length = {a: tokens[a] / len(rows) for a, rows in self._rows_of.items()}
 
     def rows_of(self, adapter: str) -> list[int]:
         """Indices of an adapter's rows."""
@@ -99,6 +100,42 @@ class Batch:
         return [adapter for group in self.order for adapter in group]
 
 
+class _Credited(Sequence[TrainRow]):
+    """Rows of a data set with their credit; each is made when it is asked for."""
+
+    def __init__(
+        self, data: TrainingSet, credits: Credits, used: Sequence[tuple[str, int]]
+    ) -> None:
+        self._data, self._credits, self._used = data, credits, used
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    @overload
+    def __getitem__(self, index: int) -> TrainRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TrainRow]: ...
+    def __getitem__(self, index: int | slice) -> TrainRow | list[TrainRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        adapter, i = self._used[index]
+        row = self._data.rows[i]
+        return TrainRow(
+            adapter=adapter,
+            turn_id=row.turn_id,
+            prompt_ids=row.prompt_ids,
+            token_ids=row.token_ids,
+            behaviour_L=row.logprobs,
+            temperature=row.temperature,
+            words=row.words,
+            advantage_L=self._credits.advantage[i],
+            weight_L=self._credits.weight.get(i, [0.0]),
+            episode=row.episode,
+            k=row.k,
+            version=row.adapter,
+        )
+
+
 def make_batch(
     data: TrainingSet,
     by_adapter: Mapping[str, Sequence[int]],
@@ -110,36 +147,19 @@ def make_batch(
 ) -> Batch:
     """The rows that an objective trains on: with weight (awr), with a ratio (ppo), or all."""
     wanted = {adapter for group in order for adapter in group}
-    rows = [
-        TrainRow(
-            adapter=adapter,
-            turn_id=data.rows[i].turn_id,
-            prompt_ids=data.rows[i].prompt_ids,
-            token_ids=data.rows[i].token_ids,
-            behaviour_L=data.rows[i].logprobs,
-            temperature=data.rows[i].temperature,
-            words=data.rows[i].words,
-            advantage_L=credits.advantage[i],
-            weight_L=credits.weight.get(i, [0.0]),
-            episode=data.rows[i].episode,
-            k=data.rows[i].k,
-            version=data.rows[i].adapter,
-        )
+    used = [
+        (adapter, i)
         for adapter, indices in by_adapter.items()
         if adapter in wanted
         for i in indices
         if i in credits.advantage and _is_used(objective, i, data, credits)
     ]
-    used = {row.episode for row in rows}
-    episodes: dict[int, EpisodeView] = {e: data.episodes[e] for e in sorted(used)}
-    return Batch(
-        objective,
-        iteration,
-        rows,
-        order,
-        depends={e: view.depends_K for e, view in episodes.items()},
-        steps={e: view.steps_K for e, view in episodes.items()},
-    )
+    depends: dict[int, list[list[int]]] = {}
+    steps: dict[int, list[int]] = {}
+    for e in sorted({data.rows[i].episode for _, i in used}):
+        view = data.episodes[e]
+        depends[e], steps[e] = view.depends_K, view.steps_K
+    return Batch(objective, iteration, _Credited(data, credits, used), order, depends, steps)
 
 
 def _is_used(objective: str, row: int, data: TrainingSet, credits: Credits) -> bool:

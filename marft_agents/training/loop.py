@@ -112,7 +112,7 @@ class Learner:
         """
         config = self.config
         trained = _with_ratio(data, by_adapter) if objective == "ppo" else by_adapter
-        self.session.try_sharing([data.rows[i] for rows in by_adapter.values() for i in rows])
+        self.session.try_sharing(data.picked(by_adapter))
         report = UpdateReport(iteration, objective)
         mean_reward = math.fsum(e.total_reward for e in data.episodes) / len(data.episodes)
         self.guards.see_rewards(mean_reward)

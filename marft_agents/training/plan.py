@@ -30,6 +30,7 @@ from marft_agents.training.roles import (
     resolve_adapters,
 )
 from marft_agents.training.signal import require_signal
+from marft_agents.training.stored import Picked
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Plan:
     """Agent to its adapter, ``frozen`` or ``external``."""
     notes: list[str] = field(default_factory=list[str])
 
-    def rows_of(self, plan: AdapterPlan) -> list[TurnRow]:
-        return [self.data.rows[i] for i in plan.rows]
+    def rows_of(self, plan: AdapterPlan) -> Sequence[TurnRow]:
+        return Picked(self.data.rows, plan.rows)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from itertools import combinations
 from marft_agents.errors import NothingToLearn
 from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet
+from marft_agents.training.stored import Picked
 
 METHODS = ("sft", "kto", "dpo")
 PAIRS_PER_PROMPT = 8
@@ -85,15 +86,16 @@ def method_rows(
     def mean(i: int) -> float:
         return 0.0 if advantage is None else math.fsum(advantage[i]) / len(advantage[i])
 
+    earned = [episode.total_reward for episode in data.episodes]
     return [
         MethodRow(
-            prompt_ids=data.rows[i].prompt_ids,
-            token_ids=data.rows[i].token_ids,
-            episode=data.rows[i].episode,
-            episode_reward=data.episodes[data.rows[i].episode].total_reward,
+            prompt_ids=row.prompt_ids,
+            token_ids=row.token_ids,
+            episode=row.episode,
+            episode_reward=earned[row.episode],
             advantage=mean(i),
         )
-        for i in rows
+        for i, row in zip(rows, Picked(data.rows, rows), strict=True)
     ]
 
 

@@ -17,6 +17,7 @@ from marft_agents.training.config import MarftConfig
 from marft_agents.training.dataset import TrainingSet
 from marft_agents.training.plan import Plan, reward_line
 from marft_agents.training.signal import flat_tasks
+from marft_agents.training.stored import Picked
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -96,9 +97,9 @@ def answered_by(
 ) -> Counter[tuple[str, str, str]]:
     """(agent, its adapter, what answered it) to turns, for the rows of each adapter."""
     return Counter(
-        (data.rows[i].agent, adapter, data.rows[i].adapter or "the base model")
+        (row.agent, adapter, row.adapter or "the base model")
         for adapter, rows in by_adapter.items()
-        for i in rows
+        for row in Picked(data.rows, rows)
     )
 
 

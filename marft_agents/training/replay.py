@@ -81,7 +81,8 @@ class Replayer:
         draw = random.Random(seed)
         checked: list[Replayed] = []
         for (agent, version), members in sorted(groups.items()):
-            sample = members if len(members) <= turns else draw.sample(members, turns)
+            drawn = members if len(members) <= turns else draw.sample(members, turns)
+            sample = [rows[i] for i in drawn]
             try:
                 with self._under(version):
                     result = self._compare(agent, version, sample)
@@ -189,15 +190,15 @@ class Replayer:
 
 def _groups(
     rows: Sequence[TurnRow],
-) -> tuple[dict[tuple[str, str], list[TurnRow]], Counter[str]]:
-    """Rows that can be checked by agent and version, and why the others cannot."""
-    groups: dict[tuple[str, str], list[TurnRow]] = {}
+) -> tuple[dict[tuple[str, str], list[int]], Counter[str]]:
+    """Indices of rows that can be checked by agent and version, and why the others cannot."""
+    groups: dict[tuple[str, str], list[int]] = {}
     unchecked = Counter[str]()
-    for row in rows:
+    for i, row in enumerate(rows):
         if row.incomparable is not None:
             unchecked[row.incomparable] += 1
         else:
-            groups.setdefault((row.agent, row.adapter or "the base model"), []).append(row)
+            groups.setdefault((row.agent, row.adapter or "the base model"), []).append(i)
     return groups, unchecked
 
 

@@ -21,7 +21,7 @@ from marft_agents.log import LogReader
 from marft_agents.rewards import RewardFunction, ScoreTally, score_episodes
 from marft_agents.schema import Episode
 from marft_agents.training.app import Run
-from marft_agents.training.dataset import TrainingSet, read_training_set
+from marft_agents.training.dataset import EpisodeView, TrainingSet, TurnRow, read_training_set
 from marft_agents.training.online_report import OnlineReport
 from marft_agents.training.rollouts import (
     Attempt,
@@ -243,11 +243,13 @@ def marked(data: TrainingSet, task: str) -> TrainingSet:
 
 def merged(parts: Iterable[TrainingSet]) -> TrainingSet:
     """One data set of several, in their order."""
-    out = TrainingSet()
+    episodes: list[EpisodeView] = []
+    rows: list[TurnRow] = []
+    out = TrainingSet(episodes, rows)
     for part in parts:
-        offset = len(out.episodes)
-        out.episodes += part.episodes
-        out.rows += [replace(row, episode=row.episode + offset) for row in part.rows]
+        offset = len(episodes)
+        episodes += part.episodes
+        rows += [replace(row, episode=row.episode + offset) for row in part.rows]
         for agent, calls in part.agents.items():
             out.agents[agent] = out.agents.get(agent, 0) + calls
         out.episodes_read += part.episodes_read

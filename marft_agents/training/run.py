@@ -307,9 +307,7 @@ def _run(
         _carry_over(stages, say)
     if plan is not None and not stages.offline_done:
         by_adapter = {a.adapter: a.rows for a in plan.adapters}
-        learner.session.try_sharing(
-            [plan.data.rows[i] for rows in by_adapter.values() for i in rows]
-        )
+        learner.session.try_sharing(plan.data.picked(by_adapter))
         if saved is None:
             stages.replay(plan.data, by_adapter)
         if config.offline in TRL_METHODS:

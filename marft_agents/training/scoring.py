@@ -7,7 +7,7 @@ for the replay check, for training and for the probe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -106,17 +106,34 @@ def score_turns(
     return out
 
 
+def _shortest_and_longest(turns: Iterable[Scorable], pack_tokens: int) -> list[Scorable]:
+    """Two and two different turns that would share a pack, or fewer; a turn at a time is held."""
+    short: list[tuple[int, Sequence[int], Scorable]] = []
+    long: list[tuple[int, Sequence[int], Scorable]] = []
+    for turn in turns:
+        key = (*turn.prompt_ids, -1, *turn.token_ids)
+        if len(key) > pack_tokens:
+            continue
+        for kept, sign in ((short, 1), (long, -1)):
+            rank = sign * len(key)
+            if (len(kept) < 4 or rank < kept[-1][0]) and all(key != other for _, other, _ in kept):
+                kept.append((rank, key, turn))
+                kept.sort(key=lambda item: item[0])
+                del kept[4:]
+    first = short[:2]
+    last = [item for item in long if all(item[1] != other for _, other, _ in first)][:2]
+    return [turn for _, _, turn in (*first, *reversed(last))]
+
+
 def sharing_is_exact(model: Any, turns: Sequence[Scorable], pack_tokens: int) -> bool:
     """Whether this model scores turns in a tree as it scores them alone.
 
     Tried on the shortest and longest turns that would share a pack. Models with sliding windows
     shorter than a turn, recurrent layers or masks of their own do not.
     """
-    distinct = {(*t.prompt_ids, -1, *t.token_ids): t for t in turns}
-    by_length = [distinct[key] for key in sorted(distinct, key=len) if len(key) <= pack_tokens]
-    if len(by_length) < 2:
+    tried = _shortest_and_longest(turns, pack_tokens)
+    if len(tried) < 2:
         return False
-    tried = by_length if len(by_length) <= 4 else [*by_length[:2], *by_length[-2:]]
     ones = [1.0] * len(tried)
     try:
         together = score_turns(model, tried, ones, pack_tokens=1 << 30, share=True)

@@ -9,7 +9,7 @@ whatever other tasks earned.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from marft_agents.errors import NothingToLearn, RewardError
 from marft_agents.training.dataset import EpisodeView, TrainingSet
@@ -27,33 +27,48 @@ def _earned(episode: EpisodeView) -> tuple[float, ...]:
     return (episode.total_reward, *shares)
 
 
-def _differ(episodes: Sequence[EpisodeView]) -> bool:
-    first = _earned(episodes[0])
-    return any(
-        len(other) != len(first)
-        or any(abs(x - y) > _FLAT for x, y in zip(first, other, strict=True))
-        for other in map(_earned, episodes[1:])
+def _differ(first: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return len(other) != len(first) or any(
+        abs(x - y) > _FLAT for x, y in zip(first, other, strict=True)
     )
 
 
-def has_spread(episodes: Sequence[EpisodeView]) -> bool:
+class _Task:
+    """The episodes of one task: how many, and whether they earned differently."""
+
+    def __init__(self, first: tuple[float, ...]) -> None:
+        self.first, self.count, self.differs = first, 1, False
+
+    def see(self, earned: tuple[float, ...]) -> None:
+        self.count += 1
+        self.differs = self.differs or _differ(self.first, earned)
+
+
+def _tasks(episodes: Iterable[EpisodeView], *, named: bool) -> list[_Task]:
+    """By task; an episode without one is a task of its own, or none at all (``named``)."""
+    tasks: dict[str, _Task] = {}
+    for episode in episodes:
+        if named and episode.task is None:
+            continue
+        task, earned = episode.task or f"\0{episode.episode_id}", _earned(episode)
+        if task in tasks:
+            tasks[task].see(earned)
+        else:
+            tasks[task] = _Task(earned)
+    return list(tasks.values())
+
+
+def has_spread(episodes: Iterable[EpisodeView]) -> bool:
     """Whether the rewards of these episodes carry signal."""
-    tasks: dict[str, list[EpisodeView]] = {}
-    for episode in episodes:
-        tasks.setdefault(episode.task or f"\0{episode.episode_id}", []).append(episode)
-    repeated = [group for group in tasks.values() if len(group) > 1]
-    once = [group[0] for group in tasks.values() if len(group) == 1]
-    return any(map(_differ, repeated)) or (len(once) > 1 and _differ(once))
+    tasks = _tasks(episodes, named=False)
+    once = [task.first for task in tasks if task.count == 1]
+    return any(task.differs for task in tasks) or any(_differ(once[0], x) for x in once[1:])
 
 
-def flat_tasks(episodes: Sequence[EpisodeView]) -> tuple[int, int]:
+def flat_tasks(episodes: Iterable[EpisodeView]) -> tuple[int, int]:
     """Number of tasks that were repeated, and of those that always earned the same."""
-    tasks: dict[str, list[EpisodeView]] = {}
-    for episode in episodes:
-        if episode.task is not None:
-            tasks.setdefault(episode.task, []).append(episode)
-    repeated = [group for group in tasks.values() if len(group) > 1]
-    return len(repeated), sum(not _differ(group) for group in repeated)
+    repeated = [task for task in _tasks(episodes, named=True) if task.count > 1]
+    return len(repeated), sum(not task.differs for task in repeated)
 
 
 def _reasons(data: TrainingSet) -> str:

@@ -207,7 +207,7 @@ class Stages:
                 if not by_adapter:
                     raise NothingToLearn("no trainable turn of an agent that is trained")
                 require_own_answers(data, by_adapter)
-                session.try_sharing([data.rows[i] for rows in by_adapter.values() for i in rows])
+                session.try_sharing(data.picked(by_adapter))
                 self.replay(data, by_adapter)
                 work = self.learner.prepare(
                     data, by_adapter, self.roles, objective="ppo", iteration=iteration
@@ -260,7 +260,7 @@ class Stages:
         if config.replay_turns == 0:
             self.say("WARNING: the replay check is switched off (replay_turns: 0)")
             return
-        rows = [data.rows[i] for indices in by_adapter.values() for i in indices]
+        rows = data.picked(by_adapter)
         checked = session.on_main(lambda: self._replayer().check(
             rows, turns=config.replay_turns, tolerance=config.replay_tolerance, seed=config.seed
         ))  # fmt: skip

@@ -14,7 +14,7 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from marft_agents.credit import is_action
 from marft_agents.schema import Episode, HumanEvent, ToolEvent, Turn
@@ -22,8 +22,7 @@ from marft_agents.schema import Episode, HumanEvent, ToolEvent, Turn
 SEPARATOR = "\n###\n"
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One thing said; ``action`` marks the actions of the advantage recursion."""
 
     speaker: str
@@ -56,7 +55,9 @@ def _as_text(value: Any) -> str:
 
 def _spoken(turn: Turn) -> str:
     text = turn.edited_text if turn.edited_text is not None else turn.text
-    calls = [_as_text(call.get("function", call)) for call in turn.tool_calls or []]
+    if not turn.tool_calls:
+        return text or ""
+    calls = [_as_text(call.get("function", call)) for call in turn.tool_calls]
     return "\n".join(part for part in (text or "", *calls) if part)
 
 
@@ -106,6 +107,6 @@ def tokenise(
             sampled = sampled_K[k] if sampled_K else None
             out.named_K.append(len(ids) - 1)
             out.length_K.append(len(sampled) if sampled else 1)
-        ids.extend(sampled or encode(f" {line.text}"))
+        ids.extend(iter(sampled or encode(f" {line.text}")))  # arrays of another width too
     ids.extend(separator)
     return replace(out, final=len(ids) - 1)

@@ -53,9 +53,10 @@ def given(
     own: Sequence[tuple[float, float]] | None = None,
 ) -> Given:
     """Episodes of agents a then b, in two steps, each with a reward of its own."""
-    data = TrainingSet()
+    episodes: list[EpisodeView] = []
+    turns: list[TurnRow] = []
     for n, pair in enumerate(rewards):
-        data.episodes.append(
+        episodes.append(
             EpisodeView(
                 episode_id=f"e{n}",
                 task=None if tasks is None else tasks[n],
@@ -69,12 +70,12 @@ def given(
                 lines=[],
             )
         )
-        data.rows += [row(n, 0, "a", tokens=2), row(n, 1, "b")]
+        turns += [row(n, 0, "a", tokens=2), row(n, 1, "b")]
     rows = {
-        name: [i for i, r in enumerate(data.rows) if r.agent in agents]
+        name: [i for i, r in enumerate(turns) if r.agent in agents]
         for name, agents in adapters.items()
     }
-    return Given(data, rows)
+    return Given(TrainingSet(episodes, turns), rows)
 
 
 def assign(

@@ -257,10 +257,11 @@ def test_reading_the_reference_changes_no_adapter(model_dir: Path, tmp_path: Pat
 
 def episodes(learner: Learner, rewards: Sequence[float]) -> TrainingSet:
     """Pairs of episodes of one task: router, then writer who read it, in one step."""
-    data = TrainingSet()
+    views: list[EpisodeView] = []
+    turns: list[TurnRow] = []
     made = make_rows(episodes=len(rewards))
     for n, reward in enumerate(rewards):
-        data.episodes.append(
+        views.append(
             EpisodeView(
                 episode_id=f"e{n}",
                 task=f"t{n // 2}",
@@ -275,7 +276,7 @@ def episodes(learner: Learner, rewards: Sequence[float]) -> TrainingSet:
             )
         )
         for row in recorded(learner, [r for r in made if r.episode == n and r.k < 2]):
-            data.rows.append(
+            turns.append(
                 TurnRow(
                     episode=n,
                     k=row.k,
@@ -290,7 +291,7 @@ def episodes(learner: Learner, rewards: Sequence[float]) -> TrainingSet:
                     adapter=f"{row.adapter}@v1",
                 )
             )
-    return data
+    return TrainingSet(views, turns)
 
 
 def run_updates(learner: Learner, data: TrainingSet, *iterations: int) -> list[UpdateReport]:

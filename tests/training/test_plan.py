@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from marft_agents.errors import (
 )
 from marft_agents.registry import Registry, describe_base
 from marft_agents.schema import Episode, EpisodeEnded, EpisodeStarted, RewardEvent, Sampling, Turn
-from marft_agents.training.dataset import read_training_set
+from marft_agents.training.dataset import EpisodeView, read_training_set
 from marft_agents.training.plan import NewAdapter, Plan, ServerLimits, context_length, make_plan
 from marft_agents.training.preflight import plan_lines
 from marft_agents.training.roles import resolve_adapters
@@ -339,7 +340,7 @@ def test_a_turn_longer_than_the_context_is_left_out_whole(model_dir: Path, tmp_p
     assert context_length(model_dir) == 1024
 
 
-def views(*groups: list[float]) -> list[Any]:
+def views(*groups: list[float]) -> Sequence[EpisodeView]:
     return read_training_set(
         episode(f"{n}.{i}", reward, task=f"task {n}")
         for n, group in enumerate(groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def kit(model_dir: Path) -> Kit:
     return Kit(model_dir)
 
 
-def rows(kit: Kit, *turns: Turn) -> list[TurnRow]:
+def rows(kit: Kit, *turns: Turn) -> Sequence[TurnRow]:
     return read_training_set([episode(*turns)], text=kit.text).rows
 
 
@@ -328,7 +329,7 @@ def test_a_renderer_comes_from_the_models_folder(model_dir: Path, tmp_path: Path
         renderer(tmp_path)
 
 
-def rows_of(text: TextRenderer) -> list[TurnRow]:
+def rows_of(text: TextRenderer) -> Sequence[TurnRow]:
     return read_training_set([episode(spoken())], text=text).rows
 
 
