@@ -164,9 +164,12 @@ def test_the_plan_reckons_before_anything_is_published(house: House, python: str
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"server": "http://x", "engine_args": ("--seed=1",)}, "--engine-arg: said of a vLLM"),
-        ({"server": "http://x", "preset": "gpu", "tool_calls": "off"}, "--preset, --tool-calls"),
-        ({"server": "http://x", "max_loras": 9}, "--max-loras"),
+        ({"servers": ("http://x",), "engine_args": ("--seed=1",)}, "--engine-arg: said of a vLLM"),
+        (
+            {"servers": ("http://x",), "preset": "gpu", "tool_calls": "off"},
+            "--preset, --tool-calls",
+        ),
+        ({"servers": ("http://x",), "max_loras": 9}, "--max-loras"),
         ({"engine": "local", "max_cpu_loras": 9}, "--max-cpu-loras: .*--engine local"),
     ],
 )
