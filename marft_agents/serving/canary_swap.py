@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from marft_agents.errors import MarftError, RegistryError
 from marft_agents.registry import Bounds, CanaryPlan, Change
@@ -25,6 +25,7 @@ from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Route, Split
 from marft_agents.serving.canary import Comparison, Recent
 from marft_agents.serving.loader import StepError, step
+from marft_agents.serving.log_lines import say
 from marft_agents.serving.passage import Outcome
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.threads import in_thread
@@ -34,6 +35,8 @@ _T = TypeVar("_T")
 _TICK_S = 1.0
 _RETRY_S = 10.0
 AUTOMATIC = "automatic"
+Verdict = Literal["passed", "worse", "held", "not_judged", "went_back"]
+"""Of a canary, then of the watch of a version that was promoted."""
 
 
 @dataclass
@@ -78,6 +81,8 @@ class Canaries:
         self._unwritten: dict[str, tuple[CanaryAction, Change]] = {}
         self._retry_at = 0.0
         self._recent: dict[str, Recent] = {}
+        self.verdicts: dict[str, int] = dict.fromkeys(get_args(Verdict), 0)
+        """How canaries and watches came out, since the start."""
 
     # -- what an operator asks -------------------------------------------------------------
 
@@ -241,12 +246,8 @@ class Canaries:
         self._forget(agent, "rolled back")
         moved = self.aliases.leases.drop(agent, version=route.version)
         self.swapper.start_retiring(route)
-        _log.warning(
-            "the canary %s is worse and was taken out (%d episodes move over): %s",
-            route.name,
-            moved,
-            "; ".join(running.seen.verdict.worse),
-        )
+        reason = "; ".join(running.seen.verdict.worse)
+        self._verdict("worse", route, reason=reason, moved=moved)
         change = Change(AUTOMATIC, "canary", evidence=evidence | {"moved": moved})
         self._unwritten[agent] = "canary-rollback", change
         await self._write(agent)
@@ -254,7 +255,7 @@ class Canaries:
     async def _pass(self, agent: str, running: _Running) -> None:
         name, evidence = Route(agent, running.plan.version).name, running.seen.told()
         running.plan = running.plan.model_copy(update={"passed": True})
-        _log.warning("the canary %s has stood the test", name)
+        self._verdict("passed", Route(agent, running.plan.version), evidence=evidence)
         change = Change(AUTOMATIC, "canary", evidence=evidence, force=True)
         try:
             await in_thread(
@@ -275,10 +276,10 @@ class Canaries:
             enough = watch.seen.verdict.enough
             how = "held" if enough else "not judged: too few requests before or after the move"
             self._ended[agent] = {"version": watch.route.version, "how": how, "seen": told["seen"]}
-            _log.warning("the watch of %s is over: %s", watch.route.name, how)
+            self._verdict("held" if enough else "not_judged", watch.route, reason=how)
             return
         reasons = "; ".join(watch.seen.verdict.worse)
-        _log.warning("%s is worse than what it replaced, going back: %s", watch.route.name, reasons)
+        self._verdict("went_back", watch.route, reason=reasons, to=watch.back.version)
         change = Change(AUTOMATIC, "promote --watch", "rollback", evidence=watch.seen.told())
         how = "rolled back"
         try:
@@ -289,6 +290,11 @@ class Canaries:
         self._ended[agent] = {"version": watch.route.version, "how": how, "seen": told["seen"]}
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _verdict(self, verdict: Verdict, route: Route, **told: Any) -> None:
+        level = logging.WARNING if verdict in ("worse", "went_back") else logging.INFO
+        say("canary", level, agent=route.agent, version=route.version, verdict=verdict, **told)
+        self.verdicts[verdict] += 1
 
     async def _whole(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Go on to the end when whoever asked has left."""
@@ -333,6 +339,7 @@ class Canaries:
     def _run(self, agent: str, plan: CanaryPlan) -> None:
         age = (datetime.now(UTC) - plan.since).total_seconds()
         until = self._now() + max(0.0, plan.bounds.for_s - age)
+        say("canary", agent=agent, version=plan.version, verdict="begun", share=plan.share)
         self._running[agent] = _Running(plan, Comparison(plan.bounds), until)
         self._ended.pop(agent, None)
         self.aliases.share(agent, Split(plan.version, plan.share, plan.key))

@@ -113,7 +113,8 @@ class Gateway:
         if recording is not None:
             recording.episodes.on_end = lambda episode: self.aliases.release([episode])
         sink = recording.core.sink if recording else None
-        self.metrics = Metrics(State(self.fleet, self.aliases, settings.admission, sink))
+        verdicts = self.canaries.verdicts
+        self.metrics = Metrics(State(self.fleet, self.aliases, settings.admission, sink, verdicts))
         self.visits = Visits([self.metrics.visit, log_visit])
         self.observers += [self.metrics.outcome, self.visits.outcome]
         swapper.observers += [self.metrics.swap, log_swap]

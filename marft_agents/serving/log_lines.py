@@ -220,6 +220,12 @@ def logging_to(
         handler.close()
 
 
+def lost_lines() -> int:
+    """Lines that were not written by those who write now."""
+    handlers = logging.getLogger(_OURS[0]).handlers
+    return sum(handler.lost for handler in handlers if isinstance(handler, LineHandler))
+
+
 def json_say(out: Callable[[str], None]) -> Callable[[str], None]:
     """What the server announces to people, as JSON events: one a line that says something."""
 

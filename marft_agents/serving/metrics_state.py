@@ -6,8 +6,9 @@ gone is gone from the answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import version
+from types import MappingProxyType
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -15,6 +16,7 @@ from marft_agents.recording.sink import Sink
 from marft_agents.serving.admission import Admission
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.log_lines import lost_lines
 
 _VERSION = ("agent", "version")
 
@@ -38,15 +40,26 @@ class _Total(CounterMetricFamily, Family):
 
 
 class State:
-    """The parts of one gateway that have a state; ``sink``: the recorder's, if it records."""
+    """The parts of one gateway that have a state.
+
+    Args:
+        sink: the recorder's, if it records.
+        verdicts: how often canaries came out in which way.
+    """
 
     def __init__(
-        self, fleet: Fleet, aliases: Aliases, admission: Admission, sink: Sink | None = None
+        self,
+        fleet: Fleet,
+        aliases: Aliases,
+        admission: Admission,
+        sink: Sink | None = None,
+        verdicts: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._fleet = fleet
         self._aliases = aliases
         self._admission = admission
         self._sink = sink
+        self._verdicts = verdicts
 
     def loaded(self) -> Collection[Route]:
         """Every version that an engine keeps for this gateway."""
@@ -79,7 +92,10 @@ class State:
                 current.add_metric([agent], now)
             if (split := aliases.split(agent)) is not None:
                 share.add_metric([agent, str(split.version)], split.share)
-        yield from (in_flight, leases, current, share, count)
+        verdicts = _Total("marft_canary_verdicts", "How canaries and watches ended.", "verdict")
+        for verdict, times in self._verdicts.items():
+            verdicts.add_metric([verdict], times)
+        yield from (in_flight, leases, current, share, count, verdicts)
 
     def _replicas(self) -> Iterator[Family]:
         up = _Gauge("marft_replica_up", "1 while the replica takes traffic.", "replica")
@@ -109,6 +125,9 @@ class State:
             lost.add_metric([], self._sink.lost)
             waiting.add_metric([], self._sink.waiting)
         yield from (lost, waiting)
+        lines = _Total("marft_log_lines_lost", "Lines of this server's log that were not written.")
+        lines.add_metric([], lost_lines())
+        yield lines
 
 
 def _one(name: str, text: str, value: float) -> Family:

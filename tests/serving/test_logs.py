@@ -154,7 +154,7 @@ def test_levels_and_what_was_set_before(tmp_path: Path) -> None:
         say("quiet")
         say("loud", logging.WARNING, reason="x")
         LOG.error("a bug of %s", "ours")
-        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+        logging.getLogger("uvicorn").warning("Invalid HTTP request received.")
     assert (package.level, package.propagate, list(package.handlers)) == before
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["loud", "log", "log"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ import prometheus_client
 import pytest
 
 from marft_agents.errors import MarftError
+from marft_agents.registry import Bounds
 from marft_agents.serving.admission import Admission
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.metrics import KEEP_S, MOST_GONE, Metrics, error_kind
 from marft_agents.serving.metrics_state import State
 from marft_agents.serving.passage import Outcome
+from tests.serving.logged import told
 from tests.serving.recording_kit import CHAT, Clock, recording_stage
 from tests.serving.scraping import Page, scrape, scrape_until
 from tests.serving.stage import House, Stage, running_stage
@@ -184,6 +187,26 @@ def test_swaps_are_counted_and_timed_by_step(stage: Stage) -> None:
         "record",
     }
     assert page.sum("marft_swap_step_seconds_count", step="load") == 2
+
+
+def test_a_canarys_share_and_verdict(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "marft_agents")
+    bounds = Bounds(min_requests=20, for_s=60.0)
+    stage.operator.canary("router", 2, 0.5, bounds=bounds)
+    assert scrape(stage).sum("marft_canary_share", agent="router", version=2) == 0.5
+    stage.engine.faults.broken = "router@v2"
+    canaries = stage.gateway.canaries
+    for n in range(400):
+        headers = {"X-Marft-Episode": f"e{n}"}
+        body = {"model": "router", "messages": []}
+        stage.http.post(f"{stage.url}{CHAT}", json=body, headers=headers)
+        if canaries.verdicts["worse"]:
+            break
+    page = scrape_until(stage, lambda p: p.sum("marft_canary_verdicts_total", verdict="worse") == 1)
+    assert page.sum("marft_canary_share") == 0
+    lines = told(caplog, "canary")
+    assert [line["verdict"] for line in lines] == ["begun", "worse"]
+    assert (lines[1]["agent"], lines[1]["version"]) == ("router", 2)
 
 
 def test_scrapes_while_versions_are_swapped(stage: Stage) -> None:
