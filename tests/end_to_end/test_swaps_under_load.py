@@ -1,0 +1,88 @@
+"""Swaps while many clients ask: no failed request, and every reply from exactly one version.
+
+``MARFT_SWAPS`` and ``MARFT_CLIENTS`` set how many; the suite itself runs a few of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marft_agents.registry import Change
+from marft_agents.serving import GatewayClient, ServerProcess
+from tests.end_to_end.swaps import SAME, Answer, Clients, Versions
+
+AGENTS = ("planner", "writer", "critic")
+SWAPS = int(os.environ.get("MARFT_SWAPS", "6"))
+CLIENTS = int(os.environ.get("MARFT_CLIENTS", "8"))
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
+    reason="vLLM has no build for this machine; the same is shown on the local engine",
+)
+
+
+async def swap_under_load(
+    clients: Clients, server: ServerProcess, swaps: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What each swap answered, and the server's state after each."""
+    done: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
+    asking = asyncio.create_task(clients.run())
+    with GatewayClient(server.url, adapters_dir=server.adapters) as operator:
+        for number in range(swaps):
+            answered = len(clients.answers)
+            while len(clients.answers) < answered + 2 * CLIENTS and not asking.done():
+                await asyncio.sleep(0.01)
+            agent, version = AGENTS[number % len(AGENTS)], 2 + number // len(AGENTS)
+            change = Change(evidence={"reason": "under load"})
+            done.append(await asyncio.to_thread(operator.swap, agent, version, change))
+            states.append(await asyncio.to_thread(operator.state))
+        clients.stop()
+        await asking
+    return done, states
+
+
+def check_replies(versions: Versions, answers: list[Answer]) -> None:
+    """No reply failed, and each is of the version that its header names and of no other."""
+    assert [a for a in answers if a.status != 200 or a.problem] == []
+    for answer in answers:
+        versions.check(answer)
+
+
+def check_episodes(answers: list[Answer]) -> None:
+    """An episode kept each agent's version."""
+    seen: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for answer in answers:
+        if answer.episode is not None and answer.version is not None:
+            seen[answer.episode, answer.agent].add(answer.version[1])
+    assert seen and [k for k, v in seen.items() if len(v) > 1] == []
+
+
+@pytest.mark.parametrize(
+    "engine", ["local", pytest.param("vllm", marks=[pytest.mark.engine, needs_vllm])]
+)
+def test_swaps_under_load_fail_nothing_and_mix_nothing(tmp_path: Path, engine: str) -> None:
+    versions = Versions(tmp_path, AGENTS, each=2 + (SWAPS - 1) // len(AGENTS))
+    extra = ["--engine", engine, "--max-lora-rank", "8", "--max-model-len", "512"]
+    extra += ["--lease-timeout", "2"]
+    adapters = versions.registry.root
+    with ServerProcess(adapters, model=versions.model, extra=extra) as server:
+        clients = Clients(server.url, AGENTS, CLIENTS, max_tokens=16)
+        done, states = asyncio.run(swap_under_load(clients, server, SWAPS))
+    probes = [swap["probe"] for swap in done]
+    assert all(p["against"] == "trainer" and p["error"] < SAME < p["effect"] for p in probes)
+    assert [(s["agent"], s["to"]) for s in done] == [
+        (AGENTS[i % len(AGENTS)], 2 + i // len(AGENTS)) for i in range(SWAPS)
+    ]
+    assert {a.version[1] for a in clients.answers if a.version} >= {1, 2}
+    assert {a.streamed for a in clients.answers} == {True, False}
+    check_replies(versions, clients.answers)
+    check_episodes(clients.answers)
+    most = max(sum(len(a["served"]) for a in state["agents"].values()) for state in states)
+    assert most <= 3 * len(AGENTS), "versions pile up"
