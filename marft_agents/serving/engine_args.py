@@ -31,16 +31,15 @@ _REFUSED = {
     "--model": "would serve another base than the one that adapters are checked against; name it"
     " with serve's --model",
     "--served-model-name": "would hide the base from the gateway, which asks for it by name",
-    "--host": "would open the engine, which has no access control, to others; serve's own --host"
-    " is the gateway's",
+    "--host": "would open the engine to others; serve's own --host is the gateway's",
     "--port": "would put the engine where the gateway does not look; serve's own --port is the"
     " gateway's",
     "--uds": _HTTP,
     "--grpc": _HTTP,
     "--ssl-keyfile": _HTTP,
     "--ssl-certfile": _HTTP,
-    "--api-key": "would make the engine refuse its own gateway; the key for clients is named with"
-    " --api-key-env",
+    "--api-key": "would make the engine refuse its own gateway, which has a key of its own; the key"
+    " for clients is named with --api-key-env",
     "--lora-modules": "would serve adapters that nobody checked or probed; publish them in the"
     " folder of adapters",
     "--no-enable-lora": "would leave no agent to serve: each is an adapter",
