@@ -99,9 +99,17 @@ class ServerProcess:
                         told = now
                     time.sleep(_POLL_S)
 
-    def stop(self) -> None:
-        """Stop it and its engine; safe to call again."""
-        self._process.stop(grace_s=30.0)
+    @property
+    def pid(self) -> int | None:
+        """Of the guard, whose only child is the server; ``None`` when it was not started."""
+        return self._process.pid
+
+    def stop(self, grace_s: float = 60.0) -> None:
+        """Stop it and its engines; safe to call again.
+
+        Requests in flight have its ``--stop-timeout`` to end, but no longer than ``grace_s``.
+        """
+        self._process.stop(grace_s)
 
     def __enter__(self) -> Self:
         self.start()

@@ -25,6 +25,7 @@ from marft_agents.serving.threads import in_thread
 
 RETRY_AFTER_S = "2"
 DEADLINE_S = 240.0
+_LONGEST = 300
 _T = TypeVar("_T")
 
 
@@ -32,6 +33,11 @@ def _weight(episode: str, name: str) -> bytes:
     """Rendezvous hashing: without a replica only its own episodes go elsewhere."""
     told = f"{episode}\0{name}".encode("utf-8", "backslashreplace")
     return hashlib.blake2b(told, digest_size=8).digest()
+
+
+def _short(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 def unready(message: str) -> Refusal:
@@ -175,8 +181,8 @@ class Fleet:
 
     def unavailable(self) -> Refusal:
         """The answer while no replica is ready."""
-        reasons = "; ".join(f"{s.name} is {s.state}: {s.reason}" for s in self.status() if s.reason)
-        return unready(f"no engine is ready ({reasons or 'all failed'}); try again")
+        told = [f"{s.name} is {s.state}: {_short(s.reason)}" for s in self.status() if s.reason]
+        return unready(f"no engine is ready ({'; '.join(told) or 'all failed'}); try again")
 
     async def bring_up(self, route: Route, *, in_use: bool = False) -> ProbeReport:
         """Check, load and probe a version on every replica that takes traffic.

@@ -88,6 +88,11 @@ class GuardedProcess:
         atexit.register(self.stop)
 
     @property
+    def pid(self) -> int | None:
+        """Of the guard, whose only child is the command; ``None`` when it was not started."""
+        return self._guard.pid if self._guard is not None else None
+
+    @property
     def exit_code(self) -> int | None:
         """``None`` while it runs."""
         return self._guard.poll() if self._guard is not None else None

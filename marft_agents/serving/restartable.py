@@ -53,6 +53,12 @@ class RestartableEngine:
         return f"http://{LOOPBACK}:{self._port}"
 
     @property
+    def pid(self) -> int | None:
+        """Of the guard that its process runs under; ``None`` while there is none."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    @property
     def old_log(self) -> Path:
         """The log of the run before."""
         return self.log.with_name(f"{self.log.name}.1")
