@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +25,13 @@ def new_engine_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def guarded(command: EngineCommand, key: str) -> EngineCommand:
-    """The same engine, asking for ``key`` on every route.
+def guarded(command: EngineCommand, key: str, hidden: Iterable[str] = ()) -> EngineCommand:
+    """The same engine, asking for ``key`` on every route, without the variables ``hidden``.
 
     The local engine reads the variable by itself; vLLM is given the guard as its outermost
     middleware, beside its own check of keys.
     """
-    env = command.env | {VARIABLE: key}
+    env = command.env | dict.fromkeys(hidden) | {VARIABLE: key}
     if _VLLM not in command.argv:
         return replace(command, env=env)
     path = os.pathsep.join(filter(None, [str(_FOLDER), os.environ.get("PYTHONPATH")]))

@@ -109,7 +109,8 @@ def _command(settings: ServeSettings, plan: Plan, port: int) -> EngineCommand:
         target_modules=plan.limits.target_modules,
         max_model_len=settings.max_model_len,
     )
-    return guarded(command, settings.server_api_key)
+    variables = [name for name, _ in settings.api_keys]  # engines need no client's key
+    return guarded(command, settings.server_api_key, variables)
 
 
 def _free_ports(count: int) -> list[int]:

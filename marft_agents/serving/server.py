@@ -83,13 +83,13 @@ def _recording(settings: ServeSettings) -> Recording | None:
 
 
 def _gateway_settings(settings: ServeSettings, plan: Plan, operator_key: str) -> GatewaySettings:
-    engine = plan.engine
+    engine, engines = plan.engine, len(settings.servers) or settings.replicas
     return GatewaySettings(
         make_access(operator_key, settings.api_key, settings.api_keys, settings.keys),
         logprobs_mode=engine.logprobs_mode if engine else settings.logprobs_mode,
         sampling_defaults=engine.sampling_defaults if engine else None,
         fields=Fields(settings.allow_fields, media_urls=settings.allow_media_urls),
-        admission=Admission(settings.max_in_flight or MAX_IN_FLIGHT),
+        admission=Admission(settings.max_in_flight or MAX_IN_FLIGHT * engines),
         loopback=is_loopback(settings.host),
         allowed_hosts=settings.allowed_hosts,
     )
