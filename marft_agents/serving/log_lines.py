@@ -138,13 +138,15 @@ class LineHandler(logging.Handler):
         except Exception:
             self.handleError(record)
 
-    def close(self) -> None:
-        """Write what is left, unless that takes too long."""
-        if self._thread.is_alive():
-            with contextlib.suppress(queue.Full):
-                self._lines.put(None, timeout=_CLOSE_S)
-            self._thread.join(_CLOSE_S)
-        super().close()
+    def finish(self) -> None:
+        """Write what is left, unless that takes too long; nothing is written afterwards.
+
+        Not ``close``, which ``logging.config`` calls on every handler that it did not make.
+        """
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        self.close()
 
     def _write_all(self) -> None:
         going = True
@@ -217,7 +219,7 @@ def logging_to(
             logger.removeHandler(handler)
             logger.setLevel(was)
             logger.propagate = propagated
-        handler.close()
+        handler.finish()
 
 
 def lost_lines() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.config
 import os
 import threading
 import time
@@ -168,7 +169,7 @@ def test_a_reader_that_stopped_reading_holds_up_nobody() -> None:
         handler.emit(_record("x" * 200))  # returns, or this test would never end
     assert handler.lost > 10_000
     os.close(read_end)
-    handler.close()
+    handler.finish()
     os.close(write_end)
 
 
@@ -187,6 +188,14 @@ def test_a_file_that_cannot_be_opened_is_a_clear_error(tmp_path: Path) -> None:
     ):
         pass
     assert threading.active_count() < 50
+
+
+def test_a_library_that_sets_up_logging_does_not_end_ours(tmp_path: Path) -> None:
+    path = tmp_path / "serve.log"
+    with logging_to("text", "info", path):
+        logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+        say("still")
+    assert " still" in path.read_text()
 
 
 # -- requests ----------------------------------------------------------------------------------
