@@ -98,7 +98,8 @@ def judge_against_trainer(
     if error > tolerance:
         raise SwapError(
             f"{name} does not answer as it was trained: log-probabilities differ by up to"
-            f" {error:.3g} (allowed: {tolerance:g}); from the base's they differ by {effect:.3g}"
+            f" {error:.3g} (allowed: {tolerance:g}); from the base's they differ by {effect:.3g}."
+            " An engine in half precision needs a higher --probe-tolerance"
         )
     if not untrained and not (effect > MIN_EFFECT and error < effect):
         raise SwapError(
