@@ -66,8 +66,8 @@ class Scale:
 
 
 SCALES = {
-    "scripted": Scale((WHOLE, STREAMED, STEADY), (1, 16, 64, 256), 2.0, 10),
-    "vllm": Scale((WHOLE, STREAMED), (1, 8, 32), 4.0, 2),
+    "scripted": Scale((WHOLE, STREAMED, STEADY), (1, 16, 64, 256), 1.5, 10),
+    "vllm": Scale((WHOLE, STREAMED), (1, 8, 32), 3.0, 2),
 }
 QUICK = {
     "scripted": Scale((WHOLE, STREAMED, STEADY), (1, 16), 0.3, 10),
