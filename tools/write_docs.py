@@ -2,7 +2,7 @@
 
 Each command's page is a hand-written introduction (``docs/intro/NAME.md``) followed by its
 ``--help``; the example configuration holds every setting at its default with its help. Neither can
-drift from the program.
+drift from the program. The page on operating a server has the table of its metrics.
 """
 
 from __future__ import annotations
@@ -85,8 +85,22 @@ def settings() -> str:
     return "\n".join(lines) + "\n"
 
 
+def operate() -> str:
+    """``docs/operate.md`` with the table of metrics as a gateway describes them."""
+    from marft_agents.serving.metrics import described
+
+    begin, end = "<!-- metrics: written by make docs -->\n", "<!-- /metrics -->"
+    before, _, rest = (DOCS / "operate.md").read_text(encoding="utf-8").partition(begin)
+    rows = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
+    for name, kind, labels, text in described():
+        told = ", ".join(f"`{label}`" for label in labels)
+        rows.append(f"| `{name}` | {kind} | {told} | {text} |")
+    return before + begin + "\n".join(rows) + "\n" + end + rest.partition(end)[2]
+
+
 def main() -> int:
     texts = {DOCS / f"{name}.md": page(name) for name in sorted(COMMANDS)} | {SETTINGS: settings()}
+    texts[DOCS / "operate.md"] = operate()
     stale: list[str] = []
     for path, text in texts.items():
         if path.is_file() and path.read_text(encoding="utf-8") == text:

@@ -18,7 +18,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from marft_agents.serving.aliases import Route
+from marft_agents.serving.admission import Admission
+from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.metrics_state import State
 from marft_agents.serving.passage import Outcome
 from marft_agents.serving.swap_events import SwapEvent
@@ -255,6 +257,11 @@ class Metrics:
     ) -> Histogram:
         self.labels[name] = labels
         return Histogram(name, text, labels, registry=self._registry, buckets=buckets)
+
+
+def described() -> list[tuple[str, str, tuple[str, ...], str]]:
+    """:meth:`Metrics.described` of any gateway."""
+    return Metrics(State(Fleet(()), Aliases(), Admission())).described()
 
 
 def _full_name(metric: Metric) -> str:

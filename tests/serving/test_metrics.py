@@ -18,7 +18,14 @@ from marft_agents.registry import Bounds
 from marft_agents.serving.admission import Admission
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
-from marft_agents.serving.metrics import KEEP_S, MOST_GONE, Metrics, error_kind
+from marft_agents.serving.metrics import (
+    KEEP_S,
+    MOST_CLIENTS,
+    MOST_GONE,
+    OTHER,
+    Metrics,
+    error_kind,
+)
 from marft_agents.serving.metrics_state import State
 from marft_agents.serving.passage import Outcome
 from tests.serving.logged import told
@@ -290,6 +297,17 @@ async def test_a_version_that_comes_back_goes_on_counting() -> None:
     clock.now += KEEP_S
     metrics.outcome(OUTCOME)
     assert (await _page(metrics)).sum("marft_requests_total", version=1) == 2
+
+
+async def test_names_of_keys_are_bounded() -> None:
+    aliases = Aliases()
+    aliases.point(OUTCOME.route)
+    metrics = _metrics(aliases)
+    for n in range(MOST_CLIENTS + 50):
+        metrics.outcome(replace(OUTCOME, client=f"key{n}"))
+    page = await _page(metrics)
+    assert len(page.values("marft_client_requests_total", "client")) == MOST_CLIENTS + 1
+    assert page.sum("marft_client_requests_total", client=OTHER) == 50
 
 
 async def test_gateways_do_not_share_numbers() -> None:
