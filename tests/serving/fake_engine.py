@@ -291,7 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/unload_lora_adapter":
             self._unload(body["lora_name"])
         elif self.path in ("/v1/completions", "/v1/chat/completions"):
-            self._generate(body)
+            try:
+                self._generate(body)
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+                self._error(400, f"no valid request: {type(error).__name__}")
         elif self.path in ("/tokenize", "/detokenize", "/v1/chat/completions/render"):
             known = body["model"] in self.fake.adapters
             tokens = {"tokens": [1, 2], "token_ids": [1, 2], "prompt": "x", "model": body["model"]}
