@@ -181,7 +181,7 @@ class Fleet:
 
     def unavailable(self) -> Refusal:
         """The answer while no replica is ready."""
-        told = [f"{s.name} is {s.state}: {_short(s.reason)}" for s in self.status() if s.reason]
+        told = [f"{r.name} is {r.state}: {_short(r.reason)}" for r in self.replicas if r.reason]
         return unready(f"no engine is ready ({'; '.join(told) or 'all failed'}); try again")
 
     async def bring_up(self, route: Route, *, in_use: bool = False) -> ProbeReport:

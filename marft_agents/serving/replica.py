@@ -42,19 +42,22 @@ class Replica:
         self.restarts = 0
         self.state: State = "ready"
         self.reason: str | None = None
+        self.detail: str | None = None
 
     @property
     def ready(self) -> bool:
         return self.state == "ready"
 
-    def become(self, state: State, reason: str | None = None) -> None:
-        """Go into a state."""
-        if state != self.state:
+    def become(self, state: State, reason: str | None = None, detail: str | None = None) -> None:
+        """Go into a state; clients may learn the ``reason``, only operators the ``detail``."""
+        was, self.state, self.reason, self.detail = self.state, state, reason, detail
+        if state != was:
             level = logging.INFO if state == "ready" else logging.WARNING
-            say("replica", level, replica=self.name, state=state, was=self.state, reason=reason)
-        self.state, self.reason = state, reason
+            told = self.status().reason
+            say("replica", level, replica=self.name, state=state, was=was, reason=told)
 
     def status(self) -> ReplicaStatus:
+        reason = self.reason if self.detail is None else f"{self.reason} ({self.detail})"
         return ReplicaStatus(
-            self.name, self.state, self.reason, self.in_flight, self.restarts, self.upstream.url
+            self.name, self.state, reason, self.in_flight, self.restarts, self.upstream.url
         )

@@ -96,21 +96,21 @@ class RestartableEngine:
         return process
 
     def death(self) -> str | None:
-        """Why it does not run, with the last error of its log; ``None`` while it does."""
+        """Why it does not run; ``None`` while it does."""
+        process = self._process
+        if process is None:
+            return f"{self.name} did not start"
+        if process.running:
+            return None
+        return f"{self.name} ended with code {process.exit_code}"
+
+    def detail(self) -> str:
+        """What an operator should know: the error of its start, or the last one of its log."""
         process = self._process
         if process is None:
             return self._failed or "it was not started"
-        if process.running:
-            return None
-        if self._failed is None:  # read once: requests ask, too
-            self._failed = self.blamed(f"{self.name} ended with code {process.exit_code}")
-        return self._failed
-
-    def blamed(self, trouble: str) -> str:
-        """With the last error of its log."""
-        process = self._process
-        cause = process.last_error() if process is not None else None
-        return f"{trouble}, see {self.log}" + (f": {cause}" if cause else "")
+        cause = process.last_error()
+        return f"see {self.log}" + (f": {cause}" if cause else "")
 
     def stop(self) -> None:
         """End its process, if any; safe to call again."""

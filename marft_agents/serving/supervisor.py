@@ -24,7 +24,6 @@ from marft_agents.serving.restartable import RestartableEngine
 from marft_agents.serving.threads import in_thread
 
 _log = logging.getLogger(__name__)
-_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Pace:
     """Between two looks at a replica that seems unwell."""
     failures: int = 3
     """Looks, or requests, that fail in a row before an engine is given up or tried."""
+    ask_s: float = 5.0
+    """Longest wait for what an engine says of itself."""
     patience_s: float = 60.0
     """How long an engine may only answer too late."""
     shortest_s: float = 1.0
@@ -162,7 +163,7 @@ class Supervisor:
         if not self._given_up(watched, listed):
             return self._pace.again_s
         if engine is not None:
-            return await self._start_again(watched, engine.blamed(listed.reason))
+            return await self._start_again(watched, listed.reason)
         return self._pace.poll_s
 
     def _given_up(self, watched: _Watched, trouble: _Trouble) -> bool:
@@ -187,8 +188,8 @@ class Supervisor:
         """What it has loaded, from an engine that is well."""
         loader = watched.replica.loader
         try:
-            await in_thread(loader.client.health)
-            listed = await in_thread(loader.listed, _ASK_S)
+            await in_thread(loader.client.health, self._pace.ask_s)
+            listed = await in_thread(loader.listed, self._pace.ask_s)
             if watched.failed_requests >= self._pace.failures:
                 # Requests fail although it says that it is well: ask for something small.
                 for agent, version in sorted(listed)[:1]:
@@ -237,12 +238,13 @@ class Supervisor:
         replica, engine = watched.replica, watched.engine
         assert engine is not None
         pause = self._next_wait(watched)
-        replica.become("down", f"{reason}; it is started again in {pause:g} s")
-        self._say(f"{replica.name} takes no requests: {reason}")
+        detail = await in_thread(engine.detail)
+        replica.become("down", f"{reason}; it is started again in {pause:g} s", detail)
+        self._say(f"{replica.name} takes no requests: {reason} ({detail})")
         self._say(f"  it is started again in {pause:g} s; its log is kept as {engine.old_log}")
         await in_thread(engine.stop)
         await asyncio.sleep(pause)
-        replica.become("starting", f"the engine is being started again: {reason}")
+        replica.become("starting", f"{reason}; it is being started again", detail)
         replica.restarts += 1
         try:
             url = await in_thread(engine.start)
