@@ -4,7 +4,7 @@
 
 Invariant: every reading is a process of its own; jobs and layouts take turns, in an order that
 moves on with each repeat. ``events`` parses every line, ``episodes`` puts episodes together,
-``dataset`` makes the rows that training takes; these are kept, so memory grows with them.
+``dataset`` makes the rows that training takes, which are on disk and there at the end.
 """
 
 from __future__ import annotations

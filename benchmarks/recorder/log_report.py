@@ -13,7 +13,7 @@ from benchmarks.stats import median
 _JOBS = {
     "events": "every line parsed",
     "episodes": "episodes put together",
-    "dataset": "rows for training, kept in memory",
+    "dataset": "rows for training, kept on disk",
 }
 _LAYOUTS = {"apart": "one episode after the other", "mixed": "64 episodes at a time"}
 

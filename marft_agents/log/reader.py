@@ -21,8 +21,8 @@ from marft_agents.log.records import (
     Place,
     Refusal,
     Skipped,
+    glances,
     parse,
-    plain_episode,
     raw_lines,
     read_line,
 )
@@ -126,22 +126,21 @@ class LogReader:
 
         Lines of one episode that follow each other are one entry.
         """
-        name, run = None, Entry(number, 0, 0, 0)
+        name: bytes | None = None
+        begin = length = first = 0
         with _open(path) as file:
-            for line, offset, data in raw_lines(file):
-                episode_id = None if data is None else plain_episode(data)
-                size = 0 if data is None else len(data)
-                if episode_id is not None and episode_id == name and run.length < _RUN:
-                    run = Entry(number, run.offset, run.length + size, run.line)
+            for line, offset, size, episode, data in glances(file):
+                if episode is not None and episode == name and length < _RUN:
+                    length += size
                     continue
                 if name is not None:
-                    yield name, run
-                name, run = episode_id, Entry(number, offset, size, line)
-                if episode_id is None:
+                    yield name.decode(), Entry(number, begin, length, first)
+                name, begin, length, first = episode, offset, size, line
+                if episode is None:
                     for event, entry in self._read(number, path, line, offset, data):
                         yield event.episode_id, entry
         if name is not None:
-            yield name, run
+            yield name.decode(), Entry(number, begin, length, first)
 
     def _parsed(self, number: int, path: Path) -> Iterator[tuple[AnyEvent, Entry]]:
         with _open(path) as file:

@@ -23,7 +23,10 @@ from marft_agents.schema import EVENT, SCHEMA_VERSION, AnyEvent
 MAX_LINE = 256 * 2**20
 """Bytes; a longer line is no record but damage, and is skipped without being held in memory."""
 
+_BLOCK = 2**18
+"""Bytes that are glanced at together."""
 _BEGIN = b'{"schema_version":'
+_EPISODE = b'"episode_id":'
 _PIECE = re.compile(rb'[^\0]+?(?=\0|\{"schema_version":|\Z)', re.DOTALL)
 _PLAIN = re.compile(rb'\{"schema_version":[0-9]+,"time":"[^"\\]*","episode_id":"([^"\\\0-\x1f]+)",')
 
@@ -66,6 +69,16 @@ class Found(NamedTuple):
     length: int
 
 
+class Glance(NamedTuple):
+    """A line, and the episode it belongs to where a glance says so; else its ``data``."""
+
+    line: int
+    offset: int
+    size: int
+    episode: bytes | None
+    data: bytes | None
+
+
 class RawLine(NamedTuple):
     """Bytes up to a newline or the file's end; ``data`` is None for one that is too long."""
 
@@ -74,10 +87,13 @@ class RawLine(NamedTuple):
     data: bytes | None
 
 
-def raw_lines(file: BinaryIO, *, max_line: int = MAX_LINE) -> Iterator[RawLine]:
-    """The lines of ``file`` with their offsets, one in memory at a time."""
-    offset = 0
-    number = 0
+def raw_lines(
+    file: BinaryIO, *, max_line: int = MAX_LINE, number: int = 0, offset: int = 0
+) -> Iterator[RawLine]:
+    """The lines of ``file`` with their offsets, one in memory at a time.
+
+    ``number`` lines and ``offset`` bytes were read before.
+    """
     while data := file.readline(max_line):
         number += 1
         size = len(data)
@@ -90,6 +106,58 @@ def raw_lines(file: BinaryIO, *, max_line: int = MAX_LINE) -> Iterator[RawLine]:
         offset += size
 
 
+def glances(file: BinaryIO) -> Iterator[Glance]:
+    """Where the lines of ``file`` belong, by ``plain_episode``; many of them at once where each is
+    a record of our own writing."""
+    number = offset = 0
+    while block := file.read(_BLOCK):
+        if not block.endswith(b"\n"):
+            block += file.readline(_BLOCK)
+        lines = _plain_lines(block)
+        end = offset + len(block)
+        if lines is not None:
+            starts = [start for start, _ in lines[1:]]
+            for (start, name), after in zip(lines, [*starts, len(block)], strict=True):
+                number += 1
+                yield Glance(number, offset + start, after - start, name, None)
+            offset = end
+            continue
+        file.seek(offset)
+        for raw in raw_lines(file, number=number, offset=offset):
+            known = None if raw.data is None else plain_episode(raw.data)
+            name = None if known is None else known.encode()
+            number, offset = raw.number, file.tell()
+            yield Glance(number, raw.offset, offset - raw.offset, name, raw.data)
+            if offset >= end:
+                break
+
+
+def _plain_lines(block: bytes) -> list[tuple[int, bytes]] | None:
+    """Start and episode of every line, if each is what ``plain_episode`` says something about."""
+    lines = block.count(b"\n")
+    if not block.endswith(b"\n") or block.count(_BEGIN) != lines or b"\0" in block:
+        return None
+    if block.count(_EPISODE) != lines or not _is_utf8(block):
+        return None
+    found: list[tuple[int, bytes]] = []
+    at = 0
+    while at < len(block):
+        match = _PLAIN.match(block, at)
+        if match is None:
+            return None
+        found.append((at, match[1]))
+        at = block.find(b"\n", at) + 1
+    return found
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def plain_episode(data: bytes) -> str | None:
     """The episode that a line belongs to, if it holds one record of our own writing, or none.
 
@@ -99,7 +167,7 @@ def plain_episode(data: bytes) -> str | None:
     match = _PLAIN.match(data)
     if match is None or data.count(_BEGIN) != 1 or b"\0" in data:
         return None
-    if data.count(b'"episode_id":') != 1:  # one inside a payload, or a key that is there twice
+    if data.count(_EPISODE) != 1:  # one inside a payload, or a key that is there twice
         return None
     try:
         return match[1].decode()

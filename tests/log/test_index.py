@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from marft_agents.errors import LogError
-from marft_agents.log import LogReader, index, reader
+from marft_agents.log import LogReader, index, reader, records
 from marft_agents.log.encode import encode_line
 from marft_agents.log.fold import fold
 from marft_agents.log.index import Entry, EpisodeIndex
@@ -57,6 +57,32 @@ def test_the_glance_agrees_with_the_parser_on_every_cut_and_flip() -> None:
         name = plain_episode(cut)
         if name is not None:
             assert [f.event.episode_id for f in read_line(cut, 0)[0]] in ([], [name])
+
+
+@pytest.mark.parametrize("block", [1, 300, 700, 2**18])
+def test_many_lines_at_a_glance_are_each_line_at_a_glance(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_BLOCK", block)
+    draw = random.Random(block)
+    for _ in range(150):
+        names = [draw.choice("abü") for _ in range(draw.randrange(9))]
+        data = bytearray(b"".join(line(episode=name) for name in names))
+        for _ in range(draw.choice([0, 0, 1, 2]) * bool(data)):
+            data[draw.randrange(len(data))] = draw.choice(b'"{}\\\0,:\nx\xff')
+        cut = bytes(data[: len(data) - draw.choice([0, 0, 7])])
+        (tmp_path / "log").write_bytes(cut)
+        with (tmp_path / "log").open("rb") as file:
+            found = list(records.glances(file))
+        with (tmp_path / "log").open("rb") as file:
+            lines = list(records.raw_lines(file))
+        seen = [plain_episode(raw.data or b"") for raw in lines]
+        assert [g.episode and g.episode.decode() for g in found] == seen
+        assert [(g.line, g.offset, g.size) for g in found] == [
+            (raw.number, raw.offset, len(raw.data or b"")) for raw in lines
+        ]
+        assert all(g.data in (None, raw.data) for g, raw in zip(found, lines, strict=True))
+        assert all(g.data is not None for g in found if g.episode is None)
 
 
 def test_damage_that_a_glance_does_not_see_is_counted_when_it_is_read(tmp_path: Path) -> None:
