@@ -441,14 +441,15 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "delta": {"content": f"w{i} "}, "finish_reason": ended}
         last: dict[str, Any] = {"choices": [choice | _tokens(body, [i])]}
         out.append(last | (self._print() if ended and not _usage_asked(body) else {}))
-        if (body.get("stream_options") or {}).get("continuous_usage_stats") and _usage_asked(body):
+        if _usage_asked(body) and body["stream_options"].get("continuous_usage_stats"):
             for chunk in out:
                 chunk["usage"] = {"prompt_tokens": 2, "completion_tokens": i + 1}
         return out
 
 
 def _usage_asked(body: dict[str, Any]) -> bool:
-    return bool((body.get("stream_options") or {}).get("include_usage"))
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def _tokens(body: dict[str, Any], ids: list[int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,21 @@ from tests.serving.stage import House, Stage, running_stage
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "who are you?"}]
 CHAT = "/v1/chat/completions"
+ID = "X-Request-Id"
+
+
+_NUMBERS = itertools.count()
+
+
+def twin_ids() -> tuple[dict[str, str], dict[str, str]]:
+    """Headers with ids of the same length for two requests that are to be answered alike."""
+    number = next(_NUMBERS)
+    return {ID: f"one-{number:08d}"}, {ID: f"two-{number:08d}"}
+
+
+def nameless(answer: httpx.Response) -> bytes:
+    """A reply without the id of its request."""
+    return answer.content.replace(answer.headers[ID].encode(), b"id")
 
 
 class Clock:
