@@ -8,6 +8,7 @@ and never into it.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from autogen_core.models import CreateResult
@@ -58,15 +59,13 @@ class RecordingClient(StandIn):
     async def create_stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         target, ask = self._begin(args, kwargs)
         stream = target.create_stream(*args, **kwargs)
+        current = ask.call.current() if ask is not None else nullcontext()
         item, problem = None, None
         try:
             while True:
                 try:
-                    if ask is None:
+                    with current:  # never across a yield
                         item = await anext(stream)
-                    else:
-                        with ask.call.current():  # never across a yield
-                            item = await anext(stream)
                 except StopAsyncIteration:
                     break
                 if ask is not None and isinstance(item, CreateResult):

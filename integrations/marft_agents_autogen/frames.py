@@ -35,7 +35,7 @@ class _Place:
 
 
 class _Entered:
-    """A frame entered once. A class, because every item that an app waits for passes a few."""
+    """A frame as the current one. A class, since all that an app waits for passes a few."""
 
     __slots__ = ("_active", "_frame", "_place", "_speaking", "_token")
 
@@ -48,7 +48,7 @@ class _Entered:
         self._token: Token[_Place | None] = _PLACE.set(self._place)
         self._active = self._speaking = None
         episode, seat = frame.episode, frame.seat
-        if not episode.closed and seat.recorder.current() is not episode:
+        if not (episode.closed or episode.is_current or seat.recorder.current() is episode):
             self._active = episode.active()
             self._active.__enter__()
         if seat.own_sdk:
@@ -88,7 +88,10 @@ class Frame:
         return self.below.team_run if self.below else None
 
     def entered(self) -> AbstractContextManager[None]:
-        """Code inside belongs here; never to be held across a ``yield`` to the app."""
+        """Code inside belongs here; never to be held across a ``yield`` to the app.
+
+        May be entered again when it was left, so one does for a whole stream.
+        """
         return _Entered(self, self._place)
 
     def speaker(self) -> Speaker:

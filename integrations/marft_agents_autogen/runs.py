@@ -119,12 +119,12 @@ def patch_runs(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
     @functools.wraps(original)
     async def run_stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         going = Going(seat, rewalk, kwargs.get("task", args[0] if args else None))
-        problem: BaseException | None = None
+        inside, problem = going.entered(), None
         stream = aiter(original(*args, **kwargs))
         try:
             while True:
                 try:
-                    with going.entered():
+                    with inside:
                         item = await anext(stream)
                 except StopAsyncIteration:
                     break
@@ -134,7 +134,7 @@ def patch_runs(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
             problem = error
             raise
         finally:
-            with going.entered():
+            with inside:
                 await close_stream(stream)
             going.close(problem)
 

@@ -29,6 +29,7 @@ class _Door:
                 self._speech, self._new = begin_speech(seat, messages)
 
     def entered(self) -> Any:
+        """The speech as the current frame, for one time after the other."""
         return self._speech.entered() if self._speech else nullcontext()
 
     def observe(self, item: Any) -> None:
@@ -49,19 +50,20 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
         messages: Sequence[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         door = _Door(agent, seat, messages)
+        inside = door.entered()
         try:
             stream = aiter(original_stream(messages, *args, **kwargs))
             try:
                 while True:
                     try:
-                        with door.entered():
+                        with inside:
                             item = await anext(stream)
                     except StopAsyncIteration:
                         break
                     door.observe(item)
                     yield item
             finally:
-                with door.entered():
+                with inside:
                     await close_stream(stream)
         finally:
             door.close()

@@ -100,7 +100,10 @@ class Call:
         return self._tag
 
     def current(self) -> AbstractContextManager[None]:
-        """HTTP requests made inside, in this context, belong to this call."""
+        """HTTP requests made inside, in this context, belong to this call.
+
+        May be entered again when it was left.
+        """
         return _Current(self)
 
     def sends(self, exchange: Exchange) -> None:

@@ -251,6 +251,12 @@ class LiveEpisode:
             return cut
         return "terminated", next((d for _, d in reversed(self._outcomes) if d), None)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing was made current since this was, in this context."""
+        held = _EPISODES.get()
+        return bool(held) and held[-1] is self
+
     def active(self) -> AbstractContextManager[None]:
         """Make this the current episode of its recorder in this thread or task."""
         return _Active(self)
