@@ -194,6 +194,14 @@ def test_every_message_form_reaches_the_template(client: TestClient) -> None:
     assert chat["tokens"] == plain["tokens"] and chat["count"] == len(chat["tokens"])
     assert "".join(plain["token_strs"]) == text and plain["max_model_len"] == 1024
     assert _chat(client, messages=messages)["prompt_token_ids"] == chat["tokens"]
+    rendered = client.post(
+        "/v1/chat/completions/render", json={"model": "writer@v1", "messages": messages}
+    ).json()
+    assert (rendered["token_ids"], rendered["model"]) == (chat["tokens"], "writer@v1")
+    back = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()
+    assert back == {"prompt": text}
+    for wrong in ([10**9], [-1], "x", None):
+        assert client.post("/detokenize", json={"tokens": wrong}).status_code == 400
 
 
 def test_completions_of_text_ids_and_several(client: TestClient, world: World) -> None:

@@ -25,6 +25,7 @@ from marft_agents.serving.local.jobs import ClientGone, EventStream, Job, unless
 from marft_agents.serving.local.protocol import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     LoadAdapter,
     Settings,
     TokenizeRequest,
@@ -45,7 +46,9 @@ def create_app(engine: LocalEngine) -> Starlette:
             Route("/v1/models", routes.models),
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions/render", routes.rendered, methods=["POST"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/v1/load_lora_adapter", routes.load, methods=["POST"]),
             Route("/v1/unload_lora_adapter", routes.unload, methods=["POST"]),
         ],
@@ -135,6 +138,18 @@ class _Routes:
             }
         )
 
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeRequest, await _json(request))
+        ids = self._checked(body.tokens, "tokens")
+        return JSONResponse({"prompt": self._model.tokenizer.decode(ids)})
+
+    async def rendered(self, request: Request) -> Response:
+        body = parse(ChatRequest, await _json(request))
+        name = self._named(body)
+        ids = self._checked(render(self._model.tokenizer, body.messages, body))
+        named = {"request_id": f"chatcmpl-{_request_id(request)}", "model": name}
+        return JSONResponse(named | {"token_ids": ids})
+
     async def load(self, request: Request) -> Response:
         body = parse(LoadAdapter, await _json(request))
         name, folder = body.lora_name, Path(body.lora_path)
@@ -162,12 +177,12 @@ class _Routes:
             for prompt in given
         ]
 
-    def _checked(self, prompt: list[int]) -> list[int]:
+    def _checked(self, prompt: list[int], field: str = "prompt") -> list[int]:
         if prompt and max(prompt) >= self._model.vocab_size:
             raise Refusal(
                 400,
                 f"Token id {max(prompt)} is out of vocabulary ({self._model.vocab_size} tokens)",
-                param="prompt",
+                param=field,
             )
         return prompt
 

@@ -219,6 +219,12 @@ class TokenizeRequest(BaseModel):
         return self
 
 
+class DetokenizeRequest(BaseModel):
+    """``POST /detokenize``."""
+
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
 class LoadAdapter(BaseModel):
     """``POST /v1/load_lora_adapter``."""
 
