@@ -103,7 +103,7 @@ class Supervisor:
     def observe(self, outcome: Outcome) -> None:
         """Learn from how a request ended."""
         watched = self._watched.get(outcome.replica)
-        if watched is None or outcome.status is None:
+        if watched is None or outcome.status is None or outcome.left:
             return
         if outcome.status < 500 and outcome.problem is None:
             watched.failed_requests = 0

@@ -148,14 +148,14 @@ def test_the_engine_does_not_outlive_a_killed_serve(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MARFT_GUARD_GRACE_S", "0.2")
-    with _server(house) as server:
-        pid = _engine_pid(house)
+    with _server(house, "--replicas", "2") as server:
+        pids = [_engine_pid(house, i) for i in range(2)]
         for entry in Path("/proc").glob("[0-9]*"):
             command = (entry / "cmdline").read_bytes().split(b"\0") if entry.exists() else []
             ours = b"serve" in command and str(server.port).encode() in command
             if ours and b"guard.py" not in b" ".join(command):
                 os.kill(int(entry.name), signal.SIGKILL)
-        _until(lambda: _gone(pid), "the engine outlived serve")
+        _until(lambda: all(map(_gone, pids)), "an engine outlived serve")
 
 
 def test_an_engine_that_does_not_start(house: House) -> None:

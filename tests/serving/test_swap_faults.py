@@ -12,10 +12,11 @@ from collections.abc import Generator
 
 import pytest
 
-from marft_agents.errors import RegistryError, SwapError
+from marft_agents.errors import RegistryError, ServerError, SwapError
 from marft_agents.registry import durable
+from marft_agents.serving.gateway_client import GatewayClient
 from tests.serving.fake_engine import KINDS, FakeEngine
-from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, House, Stage, running_stage
+from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, OPERATOR_KEY, House, Stage, running_stage
 
 BEFORE = {"router@v1", "writer@v1"}
 AFTER = {"router@v2", "writer@v1"}
@@ -163,6 +164,19 @@ def test_the_whole_swap_has_a_limit(house: House) -> None:
         with pytest.raises(SwapError, match=r"load of router@v2 on engine-1: it did not end in"):
             stage.operator.swap("router", 2)
         assert loaded(stage) == [BEFORE] * 3
+        mend(stage.engines[1])
+        assert stage.operator.swap("router", 2)["to"] == 2
+        settled(stage, AFTER)
+
+
+def test_a_swap_may_be_repeated_after_the_operator_gave_up(house: House) -> None:
+    with running_stage(house, replicas=2, load_timeout_s=1.0) as stage:
+        break_one(stage.engines[1], "load", "hang")
+        with (
+            GatewayClient(stage.url, operator_key=OPERATOR_KEY, swap_timeout_s=0.2) as hasty,
+            pytest.raises(ServerError, match=r"no answer within 0\.2 s"),
+        ):
+            hasty.swap("router", 2)
         mend(stage.engines[1])
         assert stage.operator.swap("router", 2)["to"] == 2
         settled(stage, AFTER)
