@@ -21,6 +21,8 @@ MAX_HEAD = 64 * 1024
 """Bytes of all headers."""
 MAX_PATH = 2048
 _READS = frozenset({"GET", "HEAD"})
+_PROBES = frozenset({"/health", "/ready"})
+"""What orchestrators ask by the address of the machine."""
 _HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{1,5})?")
 
 
@@ -37,6 +39,7 @@ class Borders:
         self._app = app
         self._names = frozenset(name.lower().rstrip(".") for name in names)
         self._checked = loopback or bool(self._names)
+        self._unchecked = frozenset[str]() if loopback else _PROBES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -60,7 +63,7 @@ class Borders:
             raise Refusal(431, f"the headers are more than {MAX_HEADERS} or {MAX_HEAD} bytes")
         if len(scope.get("raw_path") or scope["path"]) > MAX_PATH:
             raise Refusal(414, f"the path is longer than {MAX_PATH} bytes")
-        if self._checked:
+        if self._checked and scope["path"] not in self._unchecked:
             self._check_host(Headers(raw=raw).getlist("host"))
         if scope["method"] not in _READS:
             require_own_origin(Request(scope))

@@ -140,11 +140,11 @@ def read_entries(path: Path) -> dict[str, JsonDict]:
     """
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            info = os.fstat(file.fileno())
             data = file.read()
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path} ({error.strerror or error})") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if info.st_mode & _others(info.st_uid):
         raise ConfigError(f"others may read the key file {path}; chmod 600 it")
     try:
         loaded: Any = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
@@ -158,6 +158,15 @@ def read_entries(path: Path) -> dict[str, JsonDict]:
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: key {name[:40]!r} is no table of fields")
     return entries
+
+
+def _others(owner: int) -> int:
+    """Rights that nobody else may have; the group may read what another user owns.
+
+    That is how containers are given secrets: the file is root's, and this user reads it by group.
+    """
+    ours = not hasattr(os, "geteuid") or owner == os.geteuid()
+    return stat.S_IRWXO | (stat.S_IRWXG if ours else stat.S_IWGRP | stat.S_IXGRP)
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:

@@ -71,6 +71,7 @@ def test_further_names_and_other_addresses(house: House) -> None:
         assert get(stage, b"Host: any.example") == 200
     with running_stage(house, loopback=False, allowed_hosts=("models.example",)) as stage:
         assert get(stage, b"Host: any.example") == 403
+        assert get(stage, b"Host: 10.0.0.1:8000", path=b"/ready") == 200
 
 
 _SITES: list[tuple[dict[str, str], bool]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,18 @@ def test_files_that_cannot_be_used(tmp_path: Path, keys: Any, message: str) -> N
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         read_keys(write(tmp_path / "keys.json", entries(), mode))
+
+
+def test_a_secret_of_a_container_may_be_read_by_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "keys.json", entries(), 0o440)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert len(read_keys(path)) == 3
+    for mode in (0o460, 0o444):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_keys(path)
 
 
 def test_rotation_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
