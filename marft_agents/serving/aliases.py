@@ -191,6 +191,20 @@ class Aliases:
         if not self._is_given(route):
             self._retired.add(route)
 
+    def give_up(self, route: Route) -> bool:
+        """Give the version to nobody any more, unless it is the current one; whether it was done.
+
+        Its episodes get what anybody gets, from their next call on.
+        """
+        if self._current.get(route.agent) == route.version:
+            return False
+        split = self._splits.get(route.agent)
+        if split is not None and split.version == route.version:
+            del self._splits[route.agent]
+        self._retired.add(route)
+        self.leases.drop(route.agent, version=route.version)
+        return True
+
     def is_retired(self, route: Route) -> bool:
         return route in self._retired
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, get_args
@@ -222,7 +222,9 @@ class Canaries:
 
     async def _attend(self, agent: str) -> None:
         running, watch, now = self._running.get(agent), self._watches.get(agent), self._now()
-        if running is not None and (running.seen.verdict.worse or now >= running.until):
+        if running is not None and (
+            running.seen.verdict.worse or now >= running.until or self._is_lost(agent, running)
+        ):
             async with self._lock:
                 if self._running.get(agent) is running:
                     await self._decide(agent, running)
@@ -233,21 +235,28 @@ class Canaries:
 
     async def _decide(self, agent: str, running: _Running) -> None:
         seen, plan = running.seen, running.plan
-        if seen.verdict.worse:
-            await self._roll_back(agent, running)
+        if self._is_lost(agent, running):
+            await self._roll_back(agent, running, ["it could not be loaded again"])
+        elif seen.verdict.worse:
+            await self._roll_back(agent, running, seen.verdict.worse)
         elif not plan.passed and seen.verdict.enough:
-            if seen.last_look().worse:
-                await self._roll_back(agent, running)
+            if worse := seen.last_look().worse:
+                await self._roll_back(agent, running, worse)
             else:
                 await self._pass(agent, running)
 
-    async def _roll_back(self, agent: str, running: _Running) -> None:
-        route, evidence = Route(agent, running.plan.version), running.seen.told()
+    def _is_lost(self, agent: str, running: _Running) -> bool:
+        """Whether a replica that came back could not load it, so that it was given up."""
+        promoted = self.aliases.current(agent) == running.plan.version
+        return self.aliases.split(agent) is None and not promoted
+
+    async def _roll_back(self, agent: str, running: _Running, worse: Sequence[str]) -> None:
+        route = Route(agent, running.plan.version)
+        evidence = running.seen.told() | {"worse": list(worse)}
         self._forget(agent, "rolled back")
         moved = self.aliases.leases.drop(agent, version=route.version)
         self.swapper.start_retiring(route)
-        reason = "; ".join(running.seen.verdict.worse)
-        self._verdict("worse", route, reason=reason, moved=moved)
+        self._verdict("worse", route, reason="; ".join(worse), moved=moved)
         change = Change(AUTOMATIC, "canary", evidence=evidence | {"moved": moved})
         self._unwritten[agent] = "canary-rollback", change
         await self._write(agent)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from marft_agents.errors import MarftError, ServerError
 from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.loader import StepError
 from marft_agents.serving.replica import Replica
 from marft_agents.serving.threads import in_thread
 
@@ -32,6 +33,8 @@ class Keeper:
         self._aliases = aliases
         self._lock = lock
         self._settling: dict[str, asyncio.Task[None]] = {}
+        self.give_up: Callable[[Route], bool] = lambda _: False
+        """Does without a version that cannot be loaded; False when it cannot."""
 
     async def settle(self, replica: Replica, also: Sequence[Route] = ()) -> None:
         """Load and probe every wanted version, and ``also`` some, then let it take traffic.
@@ -84,7 +87,13 @@ class Keeper:
             for _ in range(_ROUNDS):
                 for route in [r for r in self._wanted(also) if r not in probed]:
                     replica.reason = f"{route.name} is being loaded and probed"
-                    await in_thread(loader.bring_up, route.agent, route.version)
+                    try:
+                        await in_thread(loader.bring_up, route.agent, route.version)
+                    except StepError as error:
+                        if not (self._is_its_own(error) and self.give_up(route)):
+                            raise
+                        _log.error("%s is given up: %s", route.name, error)
+                        continue
                     probed.add(route)
                 async with self._lock:
                     listed = await in_thread(loader.listed)
@@ -102,6 +111,11 @@ class Keeper:
             replica.become("down", "its restoration was broken off")
             raise
 
+    @staticmethod
+    def _is_its_own(error: StepError) -> bool:
+        """Whether the version is at fault, and not the engine."""
+        return error.refused or error.step == "probe"
+
     def _wanted(self, also: Sequence[Route]) -> list[Route]:
         return [*dict.fromkeys([*self._aliases.wanted(), *also])]
 
@@ -112,6 +126,6 @@ class Keeper:
 
     async def _unload_strangers(self, replica: Replica, listed: set[tuple[str, int]]) -> None:
         for route in self._strangers(listed):
-            _log.warning("%s still had %s, which nobody keeps", replica.name, route.name)
-            with contextlib.suppress(MarftError):
+            _log.info("%s still has %s, which nobody keeps", replica.name, route.name)
+            with contextlib.suppress(MarftError):  # the next look tries again
                 await in_thread(replica.loader.unload, route.agent, route.version)

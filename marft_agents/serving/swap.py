@@ -44,6 +44,7 @@ class Swapper:
         self._retiring: dict[Route, asyncio.Task[bool]] = {}
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
         self.keeper = Keeper(aliases, self._lock)
+        self.keeper.give_up = self.give_up
         self.observers: list[SwapObserver] = []
 
     async def swap(
@@ -197,6 +198,13 @@ class Swapper:
     def _forget(self, route: Route, task: asyncio.Task[bool]) -> None:
         if self._retiring.get(route) is task:
             del self._retiring[route]
+
+    def give_up(self, route: Route) -> bool:
+        """Unload a version that cannot be relied on, unless it is current; whether it was done."""
+        if not self.aliases.give_up(route):
+            return False
+        self.start_retiring(route)
+        return True
 
     async def retire(self, route: Route) -> bool:
         """Whether it was unloaded within the wait; it is unloaded later otherwise.
