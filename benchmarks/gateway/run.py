@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     left = [job for job in jobs if not results.has(keys[job])]
     if left:
+        print(f"engine, server and clients share {os.cpu_count()} cores", flush=True)
         versions = _versions()
         with targets(options.engine, scale.turns) as (engine, found):
             pace = None
