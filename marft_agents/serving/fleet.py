@@ -164,7 +164,7 @@ class Fleet:
 
     def _pick(self, episode: str | None, replicas: Sequence[Replica]) -> Replica | None:
         ready = [replica for replica in replicas if replica.ready]
-        if episode is None:
+        if episode is None or len(ready) < 2:
             return min(ready, key=lambda r: r.in_flight, default=None)
         return max(ready, key=lambda r: _weight(episode, r.name), default=None)
 
