@@ -93,6 +93,7 @@ class Keeper:
                         if not (self._is_its_own(error) and self.give_up(route)):
                             raise
                         _log.error("%s is given up: %s", route.name, error)
+                        also = [other for other in also if other != route]
                         continue
                     probed.add(route)
                 async with self._lock:

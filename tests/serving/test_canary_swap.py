@@ -302,6 +302,35 @@ def test_a_canary_that_cannot_be_loaded_any_more_keeps_no_server_from_starting(
     assert trail(stage)[-1] == ("canary-stop", 2, 1, 1)
 
 
+def test_a_canary_that_an_engine_cannot_load_again_is_given_up(house: House) -> None:
+    with running_stage(house) as stage:
+        stage.operator.canary("router", 2, 0.5, ME)
+        (mine, other) = (*episodes_of(stage, 2, 1), *episodes_of(stage, 1, 1))
+        assert ask(stage, mine) == "router@v2"
+        weights = house.registry.path("router", 2) / "adapter_model.safetensors"
+        weights.chmod(0o644)
+        weights.write_bytes(b"")
+        stage.engine.restart_empty()
+        assert ask(stage, other) == "router@v1", "the engine is as it should be without it"
+        assert ask(stage, mine) == "router@v1"
+        stage.wait(lambda: told(stage)["canary"] is None)
+        assert stage.states == ["ready"]
+    assert trail(stage)[-1] == ("canary-rollback", 2, 1, 1)
+    evidence = house.registry.audit("router")[-1]["evidence"]
+    assert evidence["worse"] == ["it could not be loaded again"]
+
+
+def test_a_canary_is_on_every_replica(house: House) -> None:
+    with running_stage(house, replicas=2) as stage:
+        stage.operator.canary("router", 2, 0.5, ME)
+        assert all("router@v2" in engine.adapters for engine in stage.engines)
+        assert {ask(stage, name) for name in episodes_of(stage, 2, 8)} == {"router@v2"}
+        asked = [len(engine.bodies("/v1/chat/completions")) for engine in stage.engines]
+        assert all(asked) and sum(asked) == 8
+        stage.operator.stop_canary("router", ME, now=True)
+        assert not any("router@v2" in engine.adapters for engine in stage.engines)
+
+
 # -- a watch after a promotion --------------------------------------------------------------------
 
 
