@@ -16,6 +16,7 @@ from marft_agents.log import LogReader, Skipped
 from marft_agents.schema import Episode, RewardEvent, Turn
 
 _SHOWN = 10
+_FEW = 3
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Summary:
     scored: int = 0
     trainable: int = 0
     incomplete: int = 0
+    unknown: list[str] = field(default_factory=list[str])
+    """Episodes that only rewards or edits name: a wrong id, or a log that is not there."""
     ended: Counter[str] = field(default_factory=Counter[str])
     left_out: Counter[str] = field(default_factory=Counter[str])
     reward_records: Counter[str] = field(default_factory=Counter[str])
@@ -109,6 +112,7 @@ class Summary:
                 "left_out": dict(self.left_out.most_common()),
                 "ended": dict(self.ended.most_common()),
                 "incomplete": self.incomplete,
+                "unknown": self.unknown,
             },
             "agents": {name: counts.as_json() for name, counts in sorted(self.agents.items())},
             "rewards": {
@@ -161,6 +165,8 @@ def _add(summary: Summary, episode: Episode) -> None:
     summary.trainable += reason is None
     summary.ended[episode.ended.reason if episode.ended else "not ended"] += 1
     summary.incomplete += bool(episode.ended and episode.ended.dropped_events)
+    if not (episode.started or episode.turns or episode.tools or episode.humans or episode.ended):
+        summary.unknown.append(episode.episode_id)
     if reason is not None:
         summary.left_out[reason] += 1
     summary.reward_records.update(_reward_kind(reward) for reward in episode.rewards)
@@ -199,6 +205,10 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     yield "ended      " + ", ".join(f"{n} {reason}" for reason, n in summary.ended.most_common())
     if summary.incomplete:
         yield f"  incomplete: {summary.incomplete}  the recorder could not write every event"
+    if summary.unknown:
+        first = ", ".join(map(repr, summary.unknown[:_FEW]))
+        more = f" and {len(summary.unknown) - _FEW} more" * (len(summary.unknown) > _FEW)
+        yield f"  unknown: {len(summary.unknown)}  named by rewards or edits alone: {first}{more}"
     yield ""
     yield from _agent_lines(summary)
     yield ""

@@ -70,10 +70,8 @@ def compact(
 
     Raises:
         LogError: the target is in use, a source cannot be read, an episode to delete is not there
-            or still being written.
-        OSError: the disk refused; there is no target then.
+            or still being written, or the disk refused; there is no target then.
     """
-    target = target.absolute()
     refuse_existing(target)
     every = LogReader(*sources).files
     living = {path: who for path in every if (who := writer_of(path)) is not None}
@@ -87,11 +85,17 @@ def compact(
         source_bytes=sum(path.stat().st_size for path in finished),
         still_written={str(path): who for path, who in living.items()},
     )
-    with whole_folder(target) as folder:
-        _write(LogReader(*finished), folder, done, before, set(delete), file_bytes)
-        missing = sorted(set(delete) - set(done.deleted))
-        if missing:
-            raise LogError(f"no episode {', '.join(map(repr, missing))} to delete; nothing written")
+    try:
+        with whole_folder(target.absolute()) as folder:
+            _write(LogReader(*finished), folder, done, before, set(delete), file_bytes)
+            missing = sorted(set(delete) - set(done.deleted))
+            if missing:
+                names = ", ".join(map(repr, missing))
+                raise LogError(f"no episode {names} to delete; nothing written")
+    except OSError as error:
+        raise LogError(
+            f"cannot write {target}: {error.strerror or error}; nothing written"
+        ) from error
     return done
 
 

@@ -229,8 +229,13 @@ def _files(path: Path) -> list[Path]:
     try:
         if not path.exists():
             raise LogError(f"{path} does not exist; name a *.jsonl file or a folder of them")
-        if not path.is_dir():
+        if path.is_file():
             return [path]
+        if not path.is_dir():
+            raise LogError(
+                f"{path} is neither a file nor a folder, and a log is read here and there; save"
+                " what comes out of it to a file, and name that"
+            )
         files = sorted(p for p in path.glob("*.jsonl") if p.is_file())
         if files:
             return files

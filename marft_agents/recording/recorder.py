@@ -105,6 +105,8 @@ class MarftRecorder:
             raise ConfigError("retention is for log_dir, and log= puts the events elsewhere")
         if not enabled:
             log = _Nowhere()
+        if log is None and log_dir == "":
+            raise ConfigError("log_dir is empty; name a folder, or '.' for the current one")
         if log is None and Path(log_dir).is_file():
             raise ConfigError(f"log_dir is a folder, and {str(log_dir)!r} is a file")
         sink = Sink(

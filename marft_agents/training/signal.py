@@ -15,6 +15,7 @@ from marft_agents.errors import NothingToLearn, RewardError
 from marft_agents.training.dataset import EpisodeView, TrainingSet
 
 _FLAT = 1e-9
+_WITHOUT_TOKENS = ("no prompt token ids", "no sampled token ids", "no log-probabilities")
 
 
 def _earned(episode: EpisodeView) -> tuple[float, ...]:
@@ -95,7 +96,11 @@ def require_signal(data: TrainingSet, *, spread: bool = True) -> None:
         )
     if not data.rows:
         reasons = ", ".join(f"{n} of {a}: {why}" for (a, why), n in data.left_out_turns.items())
-        raise NothingToLearn(f"no trainable turn ({reasons}); nothing was changed")
+        text = any(why in _WITHOUT_TOKENS for _, why in data.left_out_turns)
+        raise NothingToLearn(
+            f"no trainable turn ({reasons}); nothing was changed."
+            + (" Imitate what was said with --offline sft, which makes ids of text" * text)
+        )
     if spread and not has_spread(data.episodes):
         rewards = sorted({round(e.total_reward, 6) for e in data.episodes})
         raise NothingToLearn(

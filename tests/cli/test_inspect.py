@@ -122,6 +122,7 @@ def test_the_summary_as_json(logs: Path) -> None:
         "left_out": {"no reward, the episode failed": 1, "no reward": 1, "refused reward": 1},
         "ended": {"failed": 2, "truncated": 1, "terminated": 1, "not ended": 1},
         "incomplete": 1,
+        "unknown": [],
     }
     assert seen["agents"]["coder"] == {
         "turns": 2,
@@ -219,6 +220,8 @@ def test_a_log_of_rewards_only(tmp_path: Path) -> None:
     with LogWriter(tmp_path) as writer:
         writer.write(reward("e", 1.0))
     assert "no model call was recorded" in run(tmp_path)
+    assert "unknown: 1  named by rewards or edits alone: 'e'" in run(tmp_path)
+    assert document(tmp_path)["episodes"]["unknown"] == ["e"]
     assert document(tmp_path)["episodes"]["left_out"] == {"no model call was recorded": 1}
     assert "trainable  no: no model call was recorded" in run(tmp_path, "--episode", "e")
 

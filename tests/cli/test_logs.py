@@ -236,3 +236,4 @@ def test_an_imported_log_trains_with_sft_and_with_nothing_else(shop: Shop) -> No
     code, _ = shop.run("--offline", "ppo", "--output", "adapters")
     assert code == 2
     assert "no trainable turn (6 of writer: no prompt token ids); nothing was changed" in shop.error
+    assert "--offline sft" in shop.error

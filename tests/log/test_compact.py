@@ -165,7 +165,23 @@ def test_a_full_disk_leaves_no_target(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        LogError, match=r"cannot write .*: No space left on device; nothing written"
+    ):
         compact([source], tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["logs"]
     assert contents(source) == before
+
+
+def test_a_target_that_cannot_be_made_is_named_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = log(tmp_path / "logs", "a")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LogError, match=r"^cannot write file/out: File exists; nothing written"):
+        compact([source], Path("file/out"))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").write_text("")
+    with pytest.raises(LogError, match=r"^there exists; name another place"):
+        compact([source], Path("there"))

@@ -350,6 +350,29 @@ def test_a_database_of_something_else(tmp_path: Path) -> None:
 # --- formats --------------------------------------------------------------------------------------
 
 
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "é"}]}'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-8"])
+@pytest.mark.parametrize("text", [CHAT + "\n", f"[{CHAT}]"], ids=["lines", "list"])
+def test_a_mark_at_the_begin_of_the_file_is_no_matter(
+    text: str, encoding: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chats.json").write_text(text, encoding=encoding)
+    assert import_log(tmp_path / "chats.json", tmp_path / "out").episodes == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("format", [None, "openai"])
+def test_another_encoding_is_named_with_the_cure(
+    format: str | None, encoding: str, tmp_path: Path
+) -> None:
+    (tmp_path / "chats.json").write_text(CHAT, encoding=encoding)
+    with pytest.raises(LogError, match="written in UTF-16 or UTF-32; save it as UTF-8"):
+        import_log(tmp_path / "chats.json", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,12 @@ def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
 
 
 # --- paths ----------------------------------------------------------------------------------------
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LogError, match=r"pipe is neither a file nor a folder.*save what comes"):
+        LogReader(tmp_path / "pipe")
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:

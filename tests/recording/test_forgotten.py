@@ -91,6 +91,11 @@ def test_models_of_another_kind(models: Any) -> None:
         MarftRecorder(log=InMemoryLog(), models=models)
 
 
+def test_an_empty_name_is_no_log_folder() -> None:
+    with pytest.raises(ConfigError, match="log_dir is empty; name a folder"):
+        MarftRecorder("")
+
+
 def test_a_file_is_no_log_folder(tmp_path: Path) -> None:
     (file := tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"log_dir is a folder, and '.*jsonl' is a file"):

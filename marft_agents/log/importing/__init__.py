@@ -23,6 +23,7 @@ from marft_agents.log.importing.autogen_sqlite import autogen_sqlite
 from marft_agents.log.importing.chats import Made, openai_chats, sharegpt_chats
 from marft_agents.log.importing.detect import detect
 from marft_agents.log.importing.draft import Draft
+from marft_agents.log.importing.lines import require_utf8
 from marft_agents.log.whole import whole_file
 from marft_agents.schema import Event, Turn
 
@@ -71,6 +72,8 @@ def import_log(
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"no format {format!r}; there are: {', '.join(FORMATS)}")
+    if source.is_file():
+        require_utf8(source)
     name = format or detect(source)
     digest = _digest(source)
     done = Imported(output / f"imported-{name}-{digest}.jsonl", name)

@@ -6,13 +6,33 @@ whole; one of lines is not.
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from marft_agents.errors import LogError
 from marft_agents.schema import JsonDict
+
+_WIDE = re.compile(rb"\0\0?\0?[\[{]\0?\0?\0?|[\[{]\0\0?\0?")
+"""How JSON begins where a character has two or four bytes."""
+
+
+def require_utf8(path: Path) -> None:
+    """
+    Raises:
+        LogError: the file's first bytes are those of text in UTF-16 or UTF-32.
+        OSError: when the file cannot be read.
+    """
+    with path.open("rb") as file:
+        begin = file.read(4)
+    if begin[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or _WIDE.match(begin):
+        raise LogError(
+            f"{path} is written in UTF-16 or UTF-32; save it as UTF-8, e.g. with `iconv -f UTF-16"
+            " -t UTF-8`, and import that"
+        )
 
 
 class Row(NamedTuple):
