@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from marft_agents.credit import PlacedRewards, dependency_order, is_action, place_rewards
 from marft_agents.errors import LogError
 from marft_agents.schema import Episode, Turn
-from marft_agents.training.rows import EpisodeView, StoredEpisodes, StoredRows, TurnRow
-from marft_agents.training.stored import Picked
+from marft_agents.training.rows import EpisodeView, RowForm, TurnRow, pack_episode, unpack_episode
+from marft_agents.training.stored import Picked, Stored
 from marft_agents.training.textlogs import CannotRender, Rendered, TextRenderer
 from marft_agents.training.transcript import transcript_lines
 
@@ -74,7 +74,8 @@ class _Reading:
     """A data set under way."""
 
     def __init__(self, text: TextRenderer | None) -> None:
-        self._episodes, self._rows = StoredEpisodes(), StoredRows()
+        self._form = RowForm()
+        self._episodes, self._rows = Stored(unpack_episode), Stored(self._form.unpack)
         self.data = TrainingSet(self._episodes, self._rows)
         self._text = text
 
@@ -113,7 +114,7 @@ class _Reading:
                 rows[k or 0] = made
             elif made is not None:
                 self.data.left_out_turns[turn.agent, made] += 1
-        self._episodes.add(_view(episode, order, actions, placed))
+        self._episodes.append(pack_episode(_view(episode, order, actions, placed)))
         for k in sorted(rows):
             self._rows.append(rows[k])
         return None
@@ -151,7 +152,7 @@ class _Reading:
             off_policy = _off_policy_reason(turn, temperature, truncated)
         else:
             incomparable = off_policy = _FROM_TEXT if rendered.from_text else _NO_LOGPROBS
-        return self._rows.pack(
+        return self._form.pack(
             len(self._episodes),
             k,
             turn.turn_id,

@@ -1,7 +1,6 @@
 """What training makes of a log: a view of each usable episode, and a row of each trainable turn.
 
-Invariant: both are plain values, and what was put on disk of one gives an equal one back, bit for
-bit.
+Invariant: both are plain values, and what is packed of one unpacks to an equal one, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 
-from marft_agents.training.stored import Stored
 from marft_agents.training.transcript import Line
 
 
@@ -82,17 +80,11 @@ class TurnRow:
 _encode = json.JSONEncoder(check_circular=False).encode
 
 
-class StoredEpisodes(Stored[EpisodeView]):
-    """Views on disk."""
-
-    def __init__(self) -> None:
-        super().__init__(_episode)
-
-    def add(self, view: EpisodeView) -> None:
-        self.append(_encode(list(view.__dict__.values())).encode())
+def pack_episode(view: EpisodeView) -> bytes:
+    return _encode(list(view.__dict__.values())).encode()
 
 
-def _episode(data: bytes) -> EpisodeView:
+def unpack_episode(data: bytes) -> EpisodeView:
     *fields, lines = json.loads(data)
     return EpisodeView(*fields, lines=[Line(*line) for line in lines])
 
@@ -100,13 +92,12 @@ def _episode(data: bytes) -> EpisodeView:
 _Names = tuple[str, str | None, str | None, str | None]
 
 
-class StoredRows(Stored[TurnRow]):
-    """Rows on disk; ids are int32 there, log-probabilities float64."""
+class RowForm:
+    """Rows of one log as bytes: ids are int32 there, log-probabilities float64."""
 
     _HEAD = Struct("=q2d6i?")
 
     def __init__(self) -> None:
-        super().__init__(self._row)
         self._names: list[_Names] = []
         """Names that many rows share, each combination once."""
         self._number: dict[_Names, int] = {}
@@ -128,7 +119,7 @@ class StoredRows(Stored[TurnRow]):
         words: int,
         from_text: bool,
     ) -> bytes:
-        """The bytes to append for a row with these fields; ids must be below 2**31."""
+        """A row with these fields; ids must be below 2**31."""
         names = agent, incomparable, adapter, off_policy
         number = self._number.get(names)
         if number is None:
@@ -141,7 +132,7 @@ class StoredRows(Stored[TurnRow]):
         body = _form(prompt + sampled, scores).pack(*prompt_ids, *token_ids, *logprobs)
         return head + body + turn_id.encode()
 
-    def _row(self, data: bytes) -> TurnRow:
+    def unpack(self, data: bytes) -> TurnRow:
         head = self._HEAD.unpack_from(data)
         episode, temperature, compare_at, k, words, prompt, sampled, scores, number, from_text = (
             head

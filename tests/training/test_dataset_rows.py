@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tracemalloc
 from array import array
 from collections import Counter
 from typing import Any
@@ -165,3 +167,39 @@ def test_rows_and_episodes_are_those_of_a_plain_reading(
     assert data.left_out_turns == left_out
     assert [repr(row) for row in data.rows] == [repr(row) for row in rows], "types as well"
     assert data.episodes_read == 600 == len(views) + data.left_out_episodes.total()
+
+
+def large_episode(n: int) -> Episode:
+    draw = random.Random(n)
+    turns = [made_turn(draw, k).model_copy(update=ODD[0]) for k in range(4)]
+    long = {"prompt_token_ids": [7] * 2000, "token_ids": [7] * 500, "logprobs": [-0.5] * 500}
+    return Episode(
+        episode_id=f"e{n}",
+        started=EpisodeStarted(episode_id="e", task="sort"),
+        turns=[
+            t.model_copy(update=long | {"turn_id": f"{n}.{k}", "depends_on": []})
+            for k, t in enumerate(turns)
+        ],
+        rewards=[RewardEvent(episode_id="e", value=1.0)],
+        ended=EpisodeEnded(episode_id="e"),
+    )
+
+
+def test_memory_does_not_grow_with_the_log_and_the_files_go_with_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "_HELD", 2**14)
+
+    def peak(episodes: int) -> int:
+        tracemalloc.start()
+        data = read_training_set(large_episode(n) for n in range(episodes))
+        assert sum(row.length for row in data.rows) >= 1500 * len(data.rows)
+        assert len(data.episodes) == episodes
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used
+
+    opened = len(os.listdir("/proc/self/fd"))
+    few, many = peak(20), peak(120)
+    assert many - few < 100 * 4 * 40, "a row has some 14,000 bytes"
+    assert len(os.listdir("/proc/self/fd")) == opened
