@@ -17,7 +17,12 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from marft_agents.recording.jsontext import revised
 from marft_agents.recording.lines import NO_JSON, Line, parsed
-from marft_agents.recording.splicing import is_whole, with_model, without_tokens
+from marft_agents.recording.splicing import (
+    chunk_without_tokens,
+    is_whole,
+    with_model,
+    without_tokens,
+)
 from marft_agents.schema import JsonDict
 
 NOTHING: frozenset[str] = frozenset()
@@ -77,7 +82,7 @@ class Restorer:
         data = line.data
         if data is None or data.startswith(_DONE) or self._mark not in line.text:
             return self._other(line)
-        quick = self._quick(data) if not self._held and is_whole(data) else None
+        quick = None if self._held else self._quick_chunk(data)
         if quick is not None:
             self._dropped = self._line_dropped = False
             return line.text if quick is data else _put(line, quick)
@@ -93,19 +98,27 @@ class Restorer:
 
     def _quick(self, data: bytes) -> bytes | None:
         """The text restored without reading it, where that can be done."""
-        asked, served = self._names
         try:
+            quick = data
             if self._hidden:
                 logprobs = "logprobs" in self._hidden
                 quick = without_tokens(data, ids=self._hides_ids, logprobs=logprobs)
-            else:
-                quick = data
-            if quick is None or self._asked is None:
-                return quick
-            return with_model(quick, asked, served) if asked is not None else None
+            return self._renamed(quick)
         except Exception as error:
             self._failed(error)
             return None
+
+    def _quick_chunk(self, data: bytes) -> bytes | None:
+        """The same for one line of a stream, which may be a part of an event."""
+        if self._hides_both and (quick := chunk_without_tokens(data)) is not None:
+            return self._renamed(quick)
+        return self._quick(data) if is_whole(data) else None
+
+    def _renamed(self, quick: bytes | None) -> bytes | None:
+        if quick is None or self._asked is None:
+            return quick
+        asked, served = self._names
+        return with_model(quick, asked, served) if asked is not None else None
 
     def _other(self, line: Line) -> bytes:
         """A line without data, or without any that concerns us."""

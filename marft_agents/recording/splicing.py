@@ -8,6 +8,8 @@ gives ``None`` and is to be read. It rests on JSON: a quotation mark inside a te
 
 from __future__ import annotations
 
+import re
+
 _CHOICES = b'"choices":[{'
 _REASON = b'"finish_reason":'
 _LOGPROBS = b'"logprobs":'
@@ -22,6 +24,32 @@ _MARKS_PER_TOKEN = 10
 the token."""
 
 
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_NAME = rb'"[^"\\{}\[\]]*+"'
+_NUMBERS = rb"(?:null|\[[0-9,]*+\])"
+_TOKEN = rb'\{"token":%s,"logprob":[^",{}\[\]]++,"bytes":%s,"top_logprobs":\[\]\}' % (
+    _STRING,
+    _NUMBERS,
+)
+_ALL_TOKENS = re.compile(rb'"logprobs":\{"content":\[(?:%s,?)*+\]\},' % _TOKEN)
+_FLAT = rb"[^{}\[\]\\]"
+_CHUNK = re.compile(
+    rb'(\{"id":%(name)s,"object":%(name)s,"created":[0-9]++,"model":%(name)s,'
+    rb'"choices":\[\{"index":[0-9]++,"delta":\{(?:%(string)s|[:,]|null)++\},"logprobs":)'
+    rb'(?:null|\{"content":\[%(token)s\]\})'
+    rb'(,"finish_reason":%(flat)s*?"token_ids":)%(numbers)s(%(flat)s*+\}\]%(flat)s*?)'
+    rb'(?:("prompt_token_ids":)%(numbers)s(%(flat)s*+))?\}'
+    % {
+        b"name": _NAME,
+        b"string": _STRING,
+        b"token": _TOKEN,
+        b"numbers": _NUMBERS,
+        b"flat": _FLAT,
+    }
+)
+"""A chunk of one choice and one token as vLLM writes it, its delta without anything nested."""
+
+
 class _OtherForm(Exception):
     """Text that has to be read."""
 
@@ -29,6 +57,20 @@ class _OtherForm(Exception):
 def is_whole(text: bytes) -> bool:
     """Whether it looks like a whole object and not like one of several lines of it."""
     return text.count(b"{") == text.count(b"}")
+
+
+def chunk_without_tokens(text: bytes) -> bytes | None:
+    """A chunk of a stream in its most usual form with null for all its token fields.
+
+    ``None``: it is of another form.
+    """
+    match = _CHUNK.fullmatch(text)
+    if match is None:
+        return None
+    head, reason, tail, prompt, rest = match.groups()
+    if prompt is None:
+        return b"".join((head, _NULL, reason, _NULL, tail, b"}"))
+    return b"".join((head, _NULL, reason, _NULL, tail, prompt, _NULL, rest, b"}"))
 
 
 def without_tokens(text: bytes, *, ids: bool = True, logprobs: bool = True) -> bytes | None:
@@ -87,7 +129,11 @@ def _tokens_before(text: bytes, reason: int) -> int:
         return reason
     tokens = text.count(b"{", start, reason) - 1
     marks = text.count(b'"', start, reason)
-    if marks != _MARKS_PER_TOKEN * tokens + 4:  # a member that is none of these
+    last = text.endswith(b'"top_logprobs":[]}]},', 0, reason)
+    if last and marks == _MARKS_PER_TOKEN * tokens + 4:
+        return start
+    match = _ALL_TOKENS.match(text, start)  # a token that holds such marks, or another member
+    if match is None or match.end() != reason:
         raise _OtherForm
     return start
 
