@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from marft_agents.errors import MarftError, RegistryError
 from marft_agents.registry import Bounds, CanaryPlan, Change
 from marft_agents.registry.audit import CanaryAction
-from marft_agents.registry.canary import Then
+from marft_agents.registry.canary import CANARY_FILE, Then
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Route, Split
 from marft_agents.serving.canary import Comparison, Recent
@@ -172,7 +172,7 @@ class Canaries:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Watch while the gateway runs; begins with the canaries that the disk tells of."""
-        await in_thread(self._read_pending)
+        await self.read_disk()
 
         async def watch() -> None:
             while True:
@@ -189,6 +189,10 @@ class Canaries:
             yield
         finally:
             task.cancel()
+
+    async def read_disk(self) -> None:
+        """Take note of the canaries that an earlier server had; they are loaded when it is time."""
+        await in_thread(self._read_pending)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn how a request ended."""
@@ -426,10 +430,13 @@ class Canaries:
     async def _agree(self, agent: str) -> None:
         """After a swap, or one that failed: what the disk says of the canary holds here, too."""
         running = self._running.get(agent)
+        there = (self._registry.root / agent / CANARY_FILE).exists()
+        if not there:
+            self._pending.pop(agent, None)
         if running is None:
             return
         route = Route(agent, running.plan.version)
-        if (self._registry.root / agent / "CANARY").exists():
+        if there:
             if self.aliases.split(agent) is None and self.aliases.current(agent) != route.version:
                 plan = running.plan
                 self.aliases.share(agent, Split(plan.version, plan.share, plan.key))

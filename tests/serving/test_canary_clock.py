@@ -1,0 +1,105 @@
+"""Canaries without HTTP: what waits for an engine, and what happens while somebody else acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from marft_agents.registry import Bounds, Change
+from marft_agents.serving.aliases import Aliases, Route
+from marft_agents.serving.canary_swap import Canaries
+from marft_agents.serving.client import EngineClient
+from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.swap import Swapper
+from marft_agents.serving.upstream import Upstream
+from tests.serving.conftest import furnished
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.stage import House, current_aliases, loaded_replica
+
+ME = Change("me", "test")
+
+
+class Rig:
+    """A fleet of one scripted engine, and canaries whose clock the test moves."""
+
+    def __init__(self, house: House, engine: FakeEngine, client: EngineClient) -> None:
+        self.now = 0.0
+        self.house, self.engine = house, engine
+        self.replica = loaded_replica(house, "engine-0", client, Upstream(engine.url), None)
+        self.aliases: Aliases = current_aliases(house)
+        self.swapper = Swapper(Fleet([self.replica]), self.aliases, wait_for_drain_s=5)
+
+    def canaries(self) -> Canaries:
+        """Of a server that has just started."""
+        return Canaries(self.swapper, now=lambda: self.now)
+
+    async def closed(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.swapper.fleet.close)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with ExitStack() as stack:
+        engine = stack.enter_context(FakeEngine())
+        client = stack.enter_context(EngineClient(engine.url, timeout_s=5, load_timeout_s=5))
+        yield Rig(furnished(tmp_path), engine, client)
+
+
+async def begun(rig: Rig) -> None:
+    """A canary on disk that no server has loaded."""
+    await rig.canaries().start("router", 2, 0.5, change=ME)
+    rig.aliases.unshare("router")
+    await rig.swapper.retire(Route("router", 2))
+    assert set(rig.engine.adapters) == {"router@v1", "writer@v1"}
+
+
+async def test_a_canary_waits_for_an_engine_and_is_tried_again(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        await begun(rig)
+        rig.replica.become("down", "it is being started")
+        canaries = rig.canaries()
+        await canaries.read_disk()
+        await canaries.tick()
+        assert canaries.told("router")["canary"] == {"version": 2, "share": 0.5, "loaded": False}
+        rig.replica.become("ready")
+        await canaries.tick()
+        assert rig.aliases.split("router") is None, "not before its time"
+        rig.now = 10.0
+        await canaries.tick()
+        assert rig.aliases.split("router") is not None and "router@v2" in rig.engine.adapters
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_what_waits_ends_with_a_stop_or_its_own_promotion(rig: Rig, version: int) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        await begun(rig)
+        canaries = rig.canaries()
+        await canaries.read_disk()
+        if version == 2:
+            await canaries.swap("router", 2, ME)
+        else:
+            await canaries.stop("router", ME)
+        await canaries.tick()
+        assert rig.aliases.split("router") is None and rig.aliases.current("router") == version
+        assert rig.house.registry.canary("router") is None
+
+
+async def test_the_window_goes_on_by_the_wall_clock_after_a_restart(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        bounds = Bounds(for_s=1000)
+        await rig.canaries().start("router", 2, 0.5, bounds=bounds, change=ME)
+        plan = rig.house.registry.canary("router")
+        assert plan is not None
+        earlier: Any = plan.model_copy(update={"since": plan.since.replace(year=2020)})
+        rig.house.registry.set_canary("router", earlier, ME)
+        canaries = rig.canaries()
+        await canaries.read_disk()
+        await canaries.tick()
+        assert canaries.told("router")["canary"]["remaining_s"] == 0
