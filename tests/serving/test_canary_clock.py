@@ -19,6 +19,7 @@ from marft_agents.serving.upstream import Upstream
 from tests.serving.conftest import furnished
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.stage import House, current_aliases, loaded_replica
+from tests.serving.test_canary import NEW, OLD, outcome
 
 ME = Change("me", "test")
 
@@ -103,3 +104,41 @@ async def test_the_window_goes_on_by_the_wall_clock_after_a_restart(rig: Rig) ->
         await canaries.read_disk()
         await canaries.tick()
         assert canaries.told("router")["canary"]["remaining_s"] == 0
+
+
+async def promoted(rig: Rig, canaries: Canaries) -> None:
+    """v2, watched, and worse than v1 was."""
+    for n in range(30):
+        canaries.observe(outcome(route=OLD, episode=f"before{n}"))
+    await canaries.swap("router", 2, ME, watch=Bounds(min_requests=20))
+    assert "router@v1" not in rig.engine.adapters
+    for n in range(30):
+        canaries.observe(outcome(route=NEW, status=500, episode=f"after{n}"))
+
+
+async def test_going_back_is_tried_again_while_the_engine_is_in_trouble(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries = rig.canaries()
+        await promoted(rig, canaries)
+        rig.engine.faults.hang_loads = True
+        rig.engine.release.set()  # a load is cut off without an answer
+        await canaries.tick()
+        rig.engine.faults.hang_loads = False
+        await canaries.tick()
+        assert rig.aliases.current("router") == 2, "not before its time"
+        rig.now = 10.0
+        await canaries.tick()
+        assert rig.aliases.current("router") == 1 and canaries.told("router")["watch"] is None
+        assert canaries.verdicts["went_back"] == 1
+
+
+async def test_going_back_is_given_up_when_it_is_refused(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries = rig.canaries()
+        await promoted(rig, canaries)
+        rig.house.registry.pin("router", ME)
+        await canaries.tick()
+        assert rig.aliases.current("router") == 2 and canaries.told("router")["watch"] is None
+        assert "pinned to version 2" in canaries.told("router")["ended"]["how"]
