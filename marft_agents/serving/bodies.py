@@ -69,7 +69,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     if openers > MAX_VALUES or data.count(b",") > 4 * MAX_VALUES:
         raise Refusal(400, f"the request body holds more than {MAX_VALUES} JSON values")
     try:
-        body: Any = json.loads(data, parse_constant=_no_number)
+        body: Any = _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "the request body is no valid JSON") from error
     if not isinstance(body, dict):
@@ -83,17 +83,19 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _too_deep(body: object) -> bool:
+    """Whether containers are nested more than ``MAX_DEPTH`` levels; without recursion."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
-        level = [
-            value
-            for holder in level
-            for value in (
-                cast("dict[str, Any]", holder).values() if isinstance(holder, dict) else holder
-            )
-            if isinstance(value, dict | list)
-        ]
-        if not level:
+        below: list[Any] = []
+        for holder in level:
+            for value in cast("Any", holder.values() if type(holder) is dict else holder):
+                if type(value) is dict or type(value) is list:
+                    below.append(value)
+        if not below:
             return False
+        level = below
     return True
