@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from marft_agents.serving.keys import Client, Key, Keyring, Role, digest_of
 from marft_agents.serving.refusals import Refusal, bearer_token, is_loopback, split_key
+from marft_agents.serving.scope import name_client
 
 ANYBODY = Client("anybody", "application")
 _NO_KEY = "wrong or missing API key; send it as Authorization: Bearer <key>"
@@ -44,10 +45,11 @@ class Access:
             Refusal: 401 for a wrong or missing key, 403 for one of another role.
         """
         if not self.needs_key:
+            name_client(request, ANYBODY.name)
             return ANYBODY
         token = bearer_token(request)
         key, identity = split_key(token or "")
-        client = self._find(token, key if identity is not None else None)
+        client = self._find(request, token, key if identity is not None else None)
         if client is None:
             raise Refusal(401, _NO_KEY)
         return _with_role(client, "application")
@@ -62,7 +64,7 @@ class Access:
         peer = request.client.host if request.client is not None else ""
         if not is_loopback(peer):
             raise Refusal(403, "control routes answer to this machine only")
-        client = self._find(request.headers.get("x-marft-operator-key"))
+        client = self._find(request, request.headers.get("x-marft-operator-key"))
         if client is None:
             raise Refusal(401, _NO_OPERATOR)
         return _with_role(client, "operator")
@@ -76,17 +78,20 @@ class Access:
         if not self.needs_key and not self._keyring.has("monitor"):
             return ANYBODY
         token = bearer_token(request) or request.headers.get("x-marft-operator-key")
-        client = self._find(token)
+        client = self._find(request, token)
         if client is None:
             raise Refusal(401, "wrong or missing key; metrics need one of role monitor or operator")
         if client.role == "application":
             raise _wrong_role(client, "monitor")
         return client
 
-    def _find(self, *tokens: str | None) -> Client | None:
+    def _find(self, request: Request, *tokens: str | None) -> Client | None:
         rings = (self._first, self._operator, self._keyring)
         found = [client for ring in rings if (client := ring.client(*tokens)) is not None]
-        return found[0] if found else None
+        if not found:
+            return None
+        name_client(request, found[0].name)
+        return found[0]
 
 
 def _with_role(client: Client, role: Role) -> Client:

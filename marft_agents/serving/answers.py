@@ -16,8 +16,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.scope import note_problem
 from marft_agents.serving.upstream import Answer, WhileThere
-from marft_agents.serving.visits import note_problem
 
 
 class Relay(StreamingResponse):

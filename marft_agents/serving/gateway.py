@@ -48,7 +48,7 @@ from marft_agents.serving.swap import Swapper
 from marft_agents.serving.threads import in_thread
 from marft_agents.serving.upstream import Answer, WhileThere
 from marft_agents.serving.usage import StreamUsage, own_usage
-from marft_agents.serving.visits import Visits, name_client
+from marft_agents.serving.visits import Visits
 
 MAX_BODY = 32 * 1024 * 1024
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
@@ -180,7 +180,6 @@ class Gateway:
     async def _serve(self, request: Request, path: str) -> Response:
         """Answer from the engine's ``path``."""
         ticket = self.settings.admission.arrive(self.access.application(request))
-        name_client(request, ticket.client.name)
         try:
             return await self._admitted(request, path, ticket)
         except BaseException:

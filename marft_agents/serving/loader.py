@@ -50,14 +50,16 @@ class StepError(SwapError):
 @contextlib.contextmanager
 def step(name: str, doing: Step, replica: str | None = None) -> Generator[None]:
     """Name the step, and the replica, in whatever error leaves the block."""
-    try:
-        with timed_step(doing, replica):
+    with timed_step(doing, replica):
+        try:
             yield
-    except (MarftError, OSError) as error:
-        refused = isinstance(error, AdapterError | RegistryError | ConfigError) or doing == "check"
-        where = "" if replica is None else f" on {replica}"
-        message = f"step {doing} of {name}{where}: {error}"
-        raise StepError(message, step=doing, refused=refused, replica=replica) from error
+        except (MarftError, OSError) as error:
+            bad = isinstance(error, AdapterError | RegistryError | ConfigError)
+            where = "" if replica is None else f" on {replica}"
+            message = f"step {doing} of {name}{where}: {error}"
+            raise StepError(
+                message, step=doing, refused=bad or doing == "check", replica=replica
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from marft_agents.serving.passage import Outcome
+from marft_agents.serving.scope import VISIT
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 _HEADER = b"x-request-id"
 _MOST_GIVEN = 20_000
 _LATELY_S = 600.0
-_KEY = "marft.visit"
 
 
 @dataclass(slots=True)
@@ -114,7 +113,7 @@ class Visits:
         asked, headers = _without_id(scope["headers"])
         taken = self._ids.take(asked)
         scope = {**scope, "headers": [*headers, (_HEADER, taken)]}
-        visit = scope[_KEY] = _visit_of(scope, taken, asked)
+        visit = scope[VISIT] = _visit_of(scope, taken, asked)
         self._open[visit.id] = visit
 
         async def sending(message: Message) -> None:
@@ -138,18 +137,6 @@ class Visits:
                 observe(visit)
             except Exception:
                 _log.exception("an observer of visits failed")
-
-
-def name_client(request: Request, name: str) -> None:
-    """Say whose key the request bears."""
-    if (visit := request.scope.get(_KEY)) is not None:
-        visit.client = name
-
-
-def note_problem(request: Request, problem: str) -> None:
-    """Say why the request was turned away."""
-    if (visit := request.scope.get(_KEY)) is not None:
-        visit.problem = problem
 
 
 def _visit_of(scope: Scope, taken: bytes, asked: bytes | None) -> Visit:

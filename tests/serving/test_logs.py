@@ -278,6 +278,8 @@ def test_swaps_and_replicas_have_their_lines(
     stage.operator.swap("router", 2)
     steps = [(f["step"], f["result"]) for f in told(caplog, "swap_step")]
     assert steps == [(s, "ok") for s in ("check", "load", "probe", "record")]
+    [request] = logged_requests(stage, caplog, 1)
+    assert (request["path"], request["client"]) == ("/marft/swap", "operator")
     [swap] = told(caplog, "swap")
     assert (swap["agent"], swap["version"], swap["result"]) == ("router", 2, "ok")
     stage.gateway.fleet.replicas[0].become("down", "it fell over")
