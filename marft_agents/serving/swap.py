@@ -162,8 +162,9 @@ class Swapper:
         told = ", ".join(f"{route.name} ({why})" for route, why in kept.items())
         raise SwapError(
             f"the engine keeps {self.fleet.limits.slots} adapters and has {len(kept)}: {told};"
-            f" {new.name} would be one more; wait until one of them is not needed any more, or"
-            " restart serve with more: --max-cpu-loras"
+            f" {new.name} would be one more; wait until one of them is not needed any more, move"
+            " over the episodes that keep old ones (--now), or restart serve with more:"
+            " --max-cpu-loras"
         )
 
     def _note_failure(

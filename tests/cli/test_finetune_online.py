@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from marft_agents.log import LogReader
-from marft_agents.registry import Registry
+from marft_agents.registry import CanaryPlan, Change, Registry
 from tests.cli import played_app
 from tests.cli.played_app import Played
 from tests.cli.shop import FakeGateway, Shop, served
@@ -25,6 +26,13 @@ def ready(shop: Shop, *, fails: frozenset[int] = frozenset()) -> FakeGateway:
     played = Played(shop.tiny, shop.root / "adapters", shop.root / "logs", fails)
     shop.monkeypatch.setattr(played_app, "PLAYED", [played])
     return served(shop)
+
+
+def republished(registry: Registry, agent: str) -> int:
+    """Its first version once more, as a version of its own."""
+    first = registry.manifest(agent, 1)
+    folder = registry.path(agent, 1)
+    return registry.publish(agent, folder, base=first.base, parent=None, untrained=True).version
 
 
 def online(*options: str) -> tuple[str, ...]:
@@ -92,6 +100,18 @@ def test_a_pinned_agent_is_refused_before_training(shop: Shop) -> None:
     assert registry.versions("router") == registry.versions("writer") == [1]
     (shop.root / "frozen.yaml").write_text("agents: {Writer: frozen, writer: frozen}")
     assert "pinned" not in shop.run(*online("--config", "frozen.yaml", "--dry-run"))[1]
+
+
+def test_an_agent_with_a_canary_is_refused_before_training(shop: Shop) -> None:
+    gateway = ready(shop)
+    registry = Registry(shop.root / "adapters")
+    registry.promote("writer", republished(registry, "writer"), by="me", evidence={})
+    plan = CanaryPlan(version=1, share=0.1, key="k", since=datetime.now(UTC), by="me")
+    registry.set_canary("writer", plan, Change("me"))
+    code, _ = shop.run(*online("--offline", "none"))
+    assert code == 2 and gateway.swaps == []
+    assert "version 1 of 'writer' is a canary" in shop.error
+    assert "adapters canary writer --stop" in shop.error
 
 
 def test_an_agent_that_its_adapter_never_answers_ends_the_run(shop: Shop) -> None:

@@ -149,6 +149,19 @@ def test_rewards(desk: RecordingStage, value: Any, logged: float | None) -> None
     assert len(desk.of("reward")) == 3
 
 
+def test_whoever_keeps_something_for_an_episode_learns_that_it_ended(house: House) -> None:
+    with recording_stage(house, idle_s=60) as desk:
+        ended: list[str] = []
+        desk.recording.episodes.on_end = ended.append
+        desk.ask("router", "e1")
+        desk.ask("router", "e2")
+        for _ in range(2):
+            desk.post("/episodes/e1/end", {})
+        desk.clock.now = 61
+        desk.recording.episodes.sweep()
+        assert ended == ["e1", "e2"]
+
+
 def test_ending_again(desk: RecordingStage) -> None:
     desk.ask()
     assert desk.post("/episodes/e1/end", {}).json()["ended"] == "terminated"
