@@ -1,7 +1,8 @@
-"""Connections that send their requests slowly, or heads without end.
+"""Connections that send their requests slowly, heads without end, or do not read their answers.
 
 Invariant: a connection is closed when a whole head has not come within ``HEAD_TIMEOUT_S`` of its
-first byte (or of the connection), and when an unfinished head holds more than ``MAX_UNREAD`` bytes.
+first byte (or of the connection), when an unfinished head holds more than ``MAX_UNREAD`` bytes, and
+when nothing of an answer that waits to be sent was read for ``READER_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ else:
     _Base = AutoHTTPProtocol
 
 HEAD_TIMEOUT_S = 20.0
+READER_TIMEOUT_S = 300.0
 MAX_UNREAD = 64 * 1024
 _MOST_FILES = 65_536
 _MOST_CONNECTIONS = 8192
@@ -27,6 +29,7 @@ class PatientProtocol(_Base):
     """uvicorn's protocol, whichever parser it has, with a limit to its patience."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
     _unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -48,8 +51,17 @@ class PatientProtocol(_Base):
         super().on_response_complete()
         self._unread = 0
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader_timer = self.loop.call_later(READER_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._reader_reads()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
+        self._reader_reads()
         super().connection_lost(exc)
 
     def _wait_for_head(self) -> None:
@@ -60,6 +72,11 @@ class PatientProtocol(_Base):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _reader_reads(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _close(self) -> None:
         if not self.transport.is_closing():

@@ -18,7 +18,7 @@ from starlette.routing import Route as HttpRoute
 
 from marft_agents.recording.reviews import give_edit, reward_event
 from marft_agents.schema import EndReason, JsonDict
-from marft_agents.serving.access import Access
+from marft_agents.serving.access import Access, Client
 from marft_agents.serving.bodies import read_limited
 from marft_agents.serving.episodes import GatewayEpisode
 from marft_agents.serving.identity import checked_agent, checked_episode
@@ -61,7 +61,7 @@ def episode_routes(
     episodes = recording.episodes
 
     async def begin(request: Request) -> Response:
-        access.application(request)
+        client = access.application(request)
         require_own_origin(request)
         body = await _fields(request, {"id", "task", "metadata", "agents"})
         wanted = body.get("id")
@@ -70,7 +70,9 @@ def episode_routes(
             raise Refusal(422, "id is a text, or left out")
         if metadata is not None and not isinstance(metadata, dict):
             raise Refusal(422, "metadata is a JSON object, or left out")
-        names = _names(body.get("agents")) or agents()
+        names = _names(body.get("agents"))
+        _require_may_ask(client, *names)
+        names = names or [name for name in agents() if client.may_ask(name)]
         live = episodes.begin(
             wanted if wanted is None else checked_episode(wanted),
             body.get("task"),
@@ -92,7 +94,7 @@ def episode_routes(
         return JSONResponse(_state(live))
 
     async def reward(request: Request) -> Response:
-        access.application(request)
+        client = access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"value", "agent", "turn_id", "source"})
@@ -102,6 +104,7 @@ def episode_routes(
         if not isinstance(source, str) or not source:
             raise Refusal(422, "source is a text, or left out")
         agent, turn_id = body.get("agent"), body.get("turn_id")
+        _require_may_ask(client, agent)
         event = reward_event(
             recording.core, name, body["value"], agent=agent, turn_id=turn_id, source=source
         )
@@ -168,6 +171,17 @@ def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
         HttpRoute("/episodes/{episode}/edits", edit, methods=["POST"]),
         HttpRoute("/episodes/{episode}/humans", human, methods=["POST"]),
     ]
+
+
+def _require_may_ask(client: Client, *agents: Any) -> None:
+    """Refuse names of agents that the key is not for."""
+    for agent in agents:
+        if isinstance(agent, str) and not client.may_ask(agent):
+            raise Refusal(
+                403,
+                f"the key {client.name!r} is not for the agent {agent[:80]!r}",
+                code="agent_not_allowed",
+            )
 
 
 def _text(body: JsonDict, name: str, *, optional: bool = False) -> Any:

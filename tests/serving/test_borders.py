@@ -179,6 +179,29 @@ def test_a_connection_between_two_requests_is_kept(
                 time.sleep(0.5)  # the time that is not to matter
 
 
+def test_a_client_that_does_not_read_its_answer_is_left(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "READER_TIMEOUT_S", 0.3)
+    size = 30_000_000
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(BODY)
+    with running_stage(house) as stage:
+        where = httpx.URL(stage.url)
+        for waits, whole in ((0.0, True), (1.5, False)):
+            stage.engine.replies.append({"content": "x" * size})
+            with socket.create_connection((where.host, where.port or 80), timeout=10) as client:
+                client.sendall(head + BODY)
+                received = len(client.recv(65536))
+                time.sleep(waits)  # while the server must lose its patience
+                try:
+                    while part := client.recv(1 << 20):
+                        received += len(part)
+                except ConnectionResetError:
+                    assert not whole
+            assert (received > size) is whole
+
+
 def test_requests_to_upgrade_stay_plain_requests(quiet_stage: Stage) -> None:
     upgrade = (b"Connection: upgrade, close", b"Upgrade: websocket", b"Sec-WebSocket-Version: 13")
     assert get(quiet_stage, b"Host: localhost", *upgrade) in (200, 400)

@@ -213,3 +213,12 @@ def test_a_key_for_some_agents_cannot_log_turns_of_another(house: House) -> None
             )
             assert answer.status_code == expected
         assert [turn.agent for turn in desk.turns] == ["router"]
+        begun = desk.post("/episodes", {"id": "e2"}, headers=key).json()
+        assert list(begun["base_urls"]) == ["router"]
+        for path, body in (
+            ("/episodes", {"agents": ["router", "writer"]}),
+            ("/episodes/e1/rewards", {"value": 1, "agent": "writer"}),
+        ):
+            assert desk.post(path, body, headers=key).status_code == 403
+        scored = desk.post("/episodes/e1/rewards", {"value": 1, "agent": "router"}, headers=key)
+        assert scored.status_code == 200
