@@ -27,6 +27,7 @@ from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.answers import HANDLERS, Relay, is_stream
 from marft_agents.serving.bodies import parse_object, read_limited
 from marft_agents.serving.borders import Borders
+from marft_agents.serving.calls import NoAnswerError
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
@@ -42,6 +43,7 @@ from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.replica import Replica
 from marft_agents.serving.rewrite import on_the_wire, rewrite_json, rewrite_stream
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
@@ -51,6 +53,7 @@ from marft_agents.serving.usage import StreamUsage, own_usage
 from marft_agents.serving.visits import Visits
 
 MAX_BODY = 32 * 1024 * 1024
+_HEALTH_S = 1.0
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
 
 
@@ -301,10 +304,16 @@ class Gateway:
         return await passage.replica.upstream.post(path, body, request)
 
     async def _post(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
-        """The engine's answer; for an engine that gives none, once that of another."""
+        """The engine's answer; for an engine that is dying, once that of another."""
         first = passage.replica
         try:
-            return await first.upstream.post(path, body, request)
+            answer = await first.upstream.post(path, body, request)
+            if answer.status_code < 500:
+                return answer
+            other = self.fleet.another(first, passage.episode)
+            if other is None or not await self._is_dying(first):
+                return answer
+            await answer.aclose()
         except Refusal as refusal:
             if refusal.status != 503:
                 raise
@@ -316,6 +325,20 @@ class Gateway:
                 raise
         passage.move(other)
         return await other.upstream.post(path, body, request)
+
+    async def _is_dying(self, replica: Replica) -> bool:
+        """Whether an error of the engine is its last word; one that answers late is not dying."""
+        if self.supervisor is not None:
+            self.supervisor.suspect(replica)
+        if replica.upstream.death():
+            return True
+        try:
+            await in_thread(replica.loader.client.health, _HEALTH_S)
+        except NoAnswerError as error:
+            return not error.timed_out
+        except MarftError:
+            return True
+        return False
 
     async def _has_lost(self, passage: Passage) -> bool:
         """Whether the engine was restarted behind our back and knows no adapter any more."""

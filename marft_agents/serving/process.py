@@ -29,7 +29,8 @@ from marft_agents.serving.engine_key import key_of
 _TAIL_LINES = 15
 _POLL_S = 0.05
 _ERROR_LENGTH = 500
-_ERROR = re.compile(r"\b[\w.]*(Error|Exception): \S|\bmarft-agents: \S")
+# Not in backticks: those are errors that an engine only warns of.
+_ERROR = re.compile(r"(?<![`\w.])[\w.]*(Error|Exception): \S|\bmarft-agents: \S")
 # What an engine says when another of its processes failed; the cause stands further up.
 _CONSEQUENCE = re.compile(r"EngineDeadError|Engine core initialization failed|cancelled", re.I)
 Progress = Callable[[float, str], None]
@@ -113,11 +114,15 @@ class GuardedProcess:
         return "\n".join(self._log_lines(16_384)[-lines:])
 
     def last_error(self) -> str | None:
-        """The last line of the log that names an error worth knowing."""
+        """The last line of the log that names a cause, or else a mere consequence."""
+        consequence: str | None = None
         for line in reversed(self._log_lines(1 << 20)):
-            if (match := _ERROR.search(line)) and not _CONSEQUENCE.search(line):
-                return line[match.start() :].strip()[:_ERROR_LENGTH]
-        return None
+            if match := _ERROR.search(line):
+                told = line[match.start() :].strip()[:_ERROR_LENGTH]
+                if not _CONSEQUENCE.search(line):
+                    return told
+                consequence = consequence or told
+        return consequence
 
     def _log_lines(self, size: int) -> list[str]:
         try:

@@ -105,6 +105,17 @@ def test_a_request_in_flight_on_a_dying_engine_is_answered_by_another(house: Hou
         stage.engines[0].start()
 
 
+def test_the_last_error_of_a_dying_engine_is_not_the_answer(house: House) -> None:
+    """An engine whose worker died answers 500 to what was in flight before it ends."""
+    with running_stage(house, replicas=2) as stage:
+        dying = stage.engines[0]
+        dying.faults.generate_status = 500
+        assert [stage.chat().status_code for _ in range(2)] == [500, 500], "it is well otherwise"
+        dying.faults.unwell = True
+        assert stage.chat().status_code == 200
+        stage.wait(lambda: stage.states == ["down", "ready"])
+
+
 def test_a_stream_that_has_begun_is_never_begun_again(house: House) -> None:
     with running_stage(house, replicas=2) as stage:
         for engine in stage.engines:

@@ -158,6 +158,11 @@ def test_nothing_outlives_a_parent_that_dies(tmp_path: Path, how: signal.Signals
             "RuntimeError: unsupported head_dim=8",
         ),
         ("starting\nmarft-agents: no such model\n", "marft-agents: no such model"),
+        (
+            "WARNING fd limit errors like `OSError: [Errno 24] Too many open files`\n"
+            "ERROR vllm.v1.EngineDeadError: EngineCore encountered an issue.\n",
+            "vllm.v1.EngineDeadError: EngineCore encountered an issue.",
+        ),
     ],
 )
 def test_the_cause_is_found_in_a_long_log(tmp_path: Path, log: str, error: str | None) -> None:
