@@ -120,9 +120,8 @@ def _packed(pending: dict[str, tuple[int, array[int]]]) -> Iterator[tuple[bytes,
 
 
 def _entries(packed: bytes) -> Iterator[Entry]:
-    numbers = array("q", packed)
-    for at in range(0, len(numbers), _FIELDS):
-        yield Entry(*numbers[at : at + _FIELDS])
+    numbers = iter(array("q", packed))
+    yield from map(Entry._make, zip(*[numbers] * _FIELDS, strict=True))
 
 
 def _full(error: sqlite3.Error) -> LogError:

@@ -203,13 +203,17 @@ class _Files:
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
         self._open: dict[int, BinaryIO] = {}
+        self._latest: tuple[int, BinaryIO | None] = -1, None
 
     def read(self, entry: Entry) -> bytes:
         """The entry's bytes; fewer when the file was cut meanwhile."""
-        file = self._open.pop(entry.file, None) or _open(self._paths[entry.file], 0)
-        self._open[entry.file] = file  # the last one used is the last one closed
-        if len(self._open) > _MAX_OPEN:
-            self._open.pop(next(iter(self._open))).close()
+        number, file = self._latest
+        if file is None or number != entry.file:
+            file = self._open.pop(entry.file, None) or _open(self._paths[entry.file], 0)
+            self._open[entry.file] = file  # the last one used is the last one closed
+            self._latest = entry.file, file
+            if len(self._open) > _MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
         try:
             file.seek(entry.offset)
             return file.read(entry.length)

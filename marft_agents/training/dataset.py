@@ -8,9 +8,11 @@ episode is held at a time, and what is made of it is on disk.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from marft_agents.credit import PlacedRewards, dependency_order, is_action, place_rewards
@@ -65,9 +67,21 @@ def read_training_set(episodes: Iterable[Episode], text: TextRenderer | None = N
         LogError: the disk for temporary files is full.
     """
     reading = _Reading(text)
-    for episode in episodes:
-        reading.see(episode)
+    with _seldom_collected():
+        for episode in episodes:
+            reading.see(episode)
     return reading.data
+
+
+@contextmanager
+def _seldom_collected() -> Generator[None]:
+    """Fewer searches for cycles meanwhile: reading makes none, only what it calls may."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 100_000) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Reading:

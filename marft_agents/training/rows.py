@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from marft_agents.training.transcript import Line
 
 
@@ -77,11 +79,16 @@ class TurnRow:
         return len(self.prompt_ids) + len(self.token_ids)
 
 
-_encode = json.JSONEncoder(check_circular=False).encode
-
-
 def pack_episode(view: EpisodeView) -> bytes:
-    return _encode(list(view.__dict__.values())).encode()
+    plain = {
+        **view.__dict__,
+        "lines": [(line.speaker, line.text, line.action) for line in view.lines],
+    }
+    fields = list(plain.values())
+    try:
+        return to_json(fields)
+    except PydanticSerializationError:  # half a surrogate pair
+        return json.dumps(fields).encode()
 
 
 def unpack_episode(data: bytes) -> EpisodeView:
