@@ -68,7 +68,7 @@ class RecordingClient(StandIn):
                         item = await anext(stream)
                 except StopAsyncIteration:
                     break
-                if ask is not None and isinstance(item, CreateResult):
+                if type(item) is not str and ask is not None and isinstance(item, CreateResult):
                     ask.finish(item)
                 yield item
         except GeneratorExit:

@@ -48,7 +48,7 @@ class _Entered:
         self._token: Token[_Place | None] = _PLACE.set(self._place)
         self._active = self._speaking = None
         episode, seat = frame.episode, frame.seat
-        if not (episode.closed or episode.is_current or seat.recorder.current() is episode):
+        if not (episode.is_current or episode.closed or seat.recorder.current() is episode):
             self._active = episode.active()
             self._active.__enter__()
         if seat.own_sdk:

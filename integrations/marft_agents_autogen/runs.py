@@ -79,7 +79,7 @@ class Going:
         return self._frame.entered() if self._frame else nullcontext()
 
     def observe(self, item: Any) -> None:
-        if isinstance(item, TaskResult):
+        if _is_result(type(item)):
             self._result = item
 
     def close(self, error: BaseException | None) -> None:
@@ -169,6 +169,12 @@ def _base_group_chat() -> Any:
     from autogen_agentchat.teams import BaseGroupChat
 
     return BaseGroupChat
+
+
+@functools.lru_cache(maxsize=256)
+def _is_result(kind: type[Any]) -> bool:
+    """Asked per class: AutoGen's classes are slow to ask, and streams have many items."""
+    return issubclass(kind, TaskResult)
 
 
 def _task(task: Any) -> Any:
