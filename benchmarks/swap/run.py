@@ -157,7 +157,7 @@ class Stage:
             begun = time.monotonic()
             caller.start()
             while operator.get("/marft/state").json()["agents"][SWAPPED]["current"] != version:
-                if not caller.is_alive():
+                if not caller.is_alive() and not returned:
                     raise RuntimeError(f"the swap to version {version} failed")
                 time.sleep(_LOOK_S)
         first_token(url, SWAPPED, f"{SWAPPED}@v{version}")

@@ -5,7 +5,7 @@ Invariant: whatever goes wrong is an answer in the wire format of OpenAI clients
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.scope import note_problem
-from marft_agents.serving.upstream import Answer, WhileThere
+from marft_agents.serving.upstream import Answer, gone
 
 
 class Relay(StreamingResponse):
@@ -28,12 +28,18 @@ class Relay(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # In a task of its own a chunk does not climb through everything around the application.
+        pump = asyncio.ensure_future(self.stream_response(send))
+        watch = asyncio.ensure_future(gone(receive))
         try:
-            with contextlib.suppress(ClientDisconnect):
-                async with WhileThere(receive):
-                    await self.stream_response(send)
+            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
         finally:
+            pump.cancel()
+            watch.cancel()
             with anyio.CancelScope(shield=True):
+                await asyncio.gather(pump, watch, return_exceptions=True)
                 await self._on_close()
 
 

@@ -44,7 +44,7 @@ from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.replica import Replica
-from marft_agents.serving.rewrite import on_the_wire, rewrite_json, rewrite_stream
+from marft_agents.serving.rewrite import StreamRewriter, on_the_wire, rewrite_json
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.threads import in_thread
@@ -379,23 +379,23 @@ class Gateway:
     ) -> Response:
         passage.left = True  # until the last chunk went out
 
-        async def seen() -> AsyncIterator[bytes]:
-            async for chunk in passage.replica.upstream.stream(response):
-                passage.saw(chunk)
-                yield chunk
-
         async def chunks() -> AsyncIterator[bytes]:
+            rewriter = StreamRewriter(passage.route.name, asked, watch.hidden, usage)
             try:
-                raw = watch.tee(seen())
-                name = passage.route.name
-                async for chunk in rewrite_stream(raw, name, asked, watch.hidden, usage):
-                    yield chunk
+                async for chunk in passage.replica.upstream.stream(response):
+                    passage.saw(chunk)
+                    watch.feed(chunk)
+                    if seen := rewriter.feed(chunk):
+                        yield seen
+                if rest := rewriter.end():
+                    yield rest
                 passage.left = False
             except Refusal as refusal:
                 passage.problem, passage.left = refusal.message, False
                 watch.over(refusal.message)
                 # The status is out; an error event keeps this from looking like a whole reply.
-                yield b"data: " + bytes(refusal.response().body) + b"\n\n"
+                error = b"data: " + bytes(refusal.response().body) + b"\n\n"
+                yield rewriter.broken() + error
 
         async def close() -> None:
             watch.over()

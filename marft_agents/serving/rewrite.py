@@ -7,7 +7,7 @@ changes only where it is the engine's name for the version.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 
 from pydantic_core import PydanticSerializationError, to_json
 
@@ -47,35 +47,41 @@ def rewrite_json(
     return Restorer(asked, hidden, served=engine_name).whole(body, value)
 
 
-async def rewrite_stream(
-    chunks: AsyncIterator[bytes],
-    engine_name: str,
-    asked: str,
-    hidden: Collection[str] = NOTHING,
-    usage: StreamUsage | None = None,
-) -> AsyncIterator[bytes]:
-    """Chunks of an event stream, rewritten line by line; only an unfinished line is held back.
+class StreamRewriter:
+    """Rewrites an event stream line by line; only an unfinished line is held back.
 
     ``usage`` reads the usage on the way, and may hold the last chunk until it is there.
     """
-    lines, restorer = Lines(), Restorer(asked, hidden, served=engine_name)
-    usage = usage or StreamUsage(_ignored, ours=False)
-    alike = None if hidden else _Alike(engine_name, asked)
-    try:
-        async for chunk in chunks:
-            if alike is not None and usage.idle and (renamed := alike.renamed(chunk)):
-                yield renamed
-                continue
-            if seen := restorer.lines(usage.take(lines.feed(chunk))):
-                yield seen
-            if alike is not None:
-                alike.look(chunk, seen, whole=not lines.rest())
-    except Exception:
-        if seen := restorer.lines(usage.end()):
-            yield seen
-        raise
-    if rest := restorer.end(usage.end(lines.rest())):
-        yield rest
+
+    def __init__(
+        self,
+        engine_name: str,
+        asked: str,
+        hidden: Collection[str] = NOTHING,
+        usage: StreamUsage | None = None,
+    ) -> None:
+        self._lines = Lines()
+        self._restorer = Restorer(asked, hidden, served=engine_name)
+        self._usage = usage or StreamUsage(_ignored, ours=False)
+        self._alike = None if hidden else _Alike(engine_name, asked)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What the client is to see now that the engine has sent ``chunk``."""
+        alike = self._alike
+        if alike is not None and self._usage.idle and (renamed := alike.renamed(chunk)):
+            return renamed
+        seen = self._restorer.lines(self._usage.take(self._lines.feed(chunk)))
+        if alike is not None:
+            alike.look(chunk, seen, whole=not self._lines.rest())
+        return seen
+
+    def broken(self) -> bytes:
+        """What was held back, when the engine has broken off."""
+        return self._restorer.lines(self._usage.end())
+
+    def end(self) -> bytes:
+        """What is left to see when nothing more comes."""
+        return self._restorer.end(self._usage.end(self._lines.rest()))
 
 
 class _Alike:
@@ -127,4 +133,4 @@ def _ignored(_prompt: int | None, _reply: int | None) -> None:
     """Nobody asks what a reply cost."""
 
 
-__all__ = ["NOTHING", "on_the_wire", "rewrite_json", "rewrite_stream"]
+__all__ = ["NOTHING", "StreamRewriter", "on_the_wire", "rewrite_json"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -53,8 +53,9 @@ class Answer:
     async def read(self) -> bytes:
         return await self._response.read()
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self._response.content.iter_any()
+    def more(self) -> Coroutine[Any, Any, bytes]:
+        """What has come since, as soon as there is something; nothing at the end."""
+        return self._response.content.readany()
 
     async def aclose(self) -> None:
         """Let go of it; an answer that is not over ends here for the engine, too."""
@@ -192,7 +193,7 @@ class Upstream:
             Refusal: when the engine broke off before the end.
         """
         with self._refusals():
-            async for chunk in answer.chunks():
+            while chunk := await answer.more():
                 yield chunk
 
 
@@ -200,7 +201,8 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-async def _gone(receive: Receive) -> None:
+async def gone(receive: Receive) -> None:
+    """Return when the client has disconnected; its request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -222,7 +224,7 @@ class WhileThere:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancels = task, task.cancelling()
-        self._watch = asyncio.ensure_future(_gone(self._receive))
+        self._watch = asyncio.ensure_future(gone(self._receive))
         self._watch.add_done_callback(self._over)
 
     def _over(self, watch: asyncio.Future[None]) -> None:

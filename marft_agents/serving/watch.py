@@ -8,7 +8,7 @@ client can act on its reply.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from marft_agents.recording import Call, LiveEpisode
@@ -76,12 +76,6 @@ class Watch:
 
     def over(self, problem: str | None = None) -> None:
         """Nothing more will come, because of ``problem`` if the answer is not whole."""
-
-    async def tee(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The same chunks, fed on their way."""
-        async for chunk in chunks:
-            self.feed(chunk)
-            yield chunk
 
 
 class Recorded(Watch):

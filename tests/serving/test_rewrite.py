@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_agents.recording.lines import Line, Lines
-from marft_agents.serving.rewrite import on_the_wire, rewrite_json, rewrite_stream
+from marft_agents.serving.rewrite import StreamRewriter, on_the_wire, rewrite_json
+from tests.serving.streams import rewritten
 
 STREAM = (
     b'data: {"model":"router@v3","choices":[{"delta":{"content":"\xf0\x9f\x99\x82"}}]}\r\n\r\n'
@@ -31,7 +32,7 @@ async def _through(chunks: list[bytes]) -> list[bytes]:
         for chunk in chunks:
             yield chunk
 
-    return [chunk async for chunk in rewrite_stream(source(), "router@v3", "router")]
+    return [chunk async for chunk in rewritten(source(), StreamRewriter("router@v3", "router"))]
 
 
 def _want() -> bytes:
@@ -157,7 +158,7 @@ def _collect(chunks: list[bytes], hidden: Collection[str]) -> bytes:
             yield chunk
 
     async def run() -> bytes:
-        return b"".join([c async for c in rewrite_stream(source(), "a@v1", "a", hidden)])
+        return b"".join([c async for c in rewritten(source(), StreamRewriter("a@v1", "a", hidden))])
 
     return asyncio.run(run())
 

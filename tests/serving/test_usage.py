@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marft_agents.serving.passage import Outcome
-from marft_agents.serving.rewrite import rewrite_json, rewrite_stream
+from marft_agents.serving.rewrite import StreamRewriter, rewrite_json
 from marft_agents.serving.usage import StreamUsage, own_usage
 from tests.serving.recording_kit import CHAT, recording_stage
 from tests.serving.stage import House, Stage, running_stage
+from tests.serving.streams import rewritten
 
 ASK = {"stream_options": {"include_usage": True}}
 
@@ -81,7 +82,9 @@ def _through(data: bytes, cuts: list[int], *, ours: bool = True) -> tuple[bytes,
                 yield data[a:b]
 
         usage = StreamUsage(lambda a, b: counted.append((a, b)), ours=ours)
-        return b"".join([c async for c in rewrite_stream(source(), "r@v1", "r", usage=usage)])
+        return b"".join(
+            [c async for c in rewritten(source(), StreamRewriter("r@v1", "r", usage=usage))]
+        )
 
     return asyncio.run(go()), counted
 
@@ -122,7 +125,7 @@ def test_a_stream_that_breaks_after_its_last_chunk_still_gives_that_chunk() -> N
         seen: list[bytes] = []
         usage = StreamUsage(lambda _a, _b: None, ours=True)
         with pytest.raises(RuntimeError):
-            async for chunk in rewrite_stream(broken(), "r@v1", "r", usage=usage):
+            async for chunk in rewritten(broken(), StreamRewriter("r@v1", "r", usage=usage)):
                 seen.append(chunk)
         return seen
 
