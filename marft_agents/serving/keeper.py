@@ -61,9 +61,19 @@ class Keeper:
         if not task.cancelled():
             task.exception()  # whoever waited may have left; the replica's state tells
 
-    def has_all(self, listed: set[tuple[str, int]]) -> bool:
-        """Whether every wanted version is among them."""
-        return all((route.agent, route.version) in listed for route in self._aliases.wanted())
+    async def has_lost(self, replica: Replica, listed: set[tuple[str, int]]) -> bool:
+        """Whether a wanted version is missing.
+
+        A list may be older than the last swap, so one that lacks something is asked for again while
+        no swap is under way.
+
+        Raises:
+            ServerError: when the engine cannot be asked.
+        """
+        if self._has_all(listed):
+            return False
+        async with self._lock:
+            return not self._has_all(await in_thread(replica.loader.listed))
 
     async def sweep(self, replica: Replica, listed: set[tuple[str, int]]) -> None:
         """Unload what nobody keeps, unless a swap is under way, which may be loading it.
@@ -77,6 +87,9 @@ class Keeper:
             await self._unload_strangers(replica, await in_thread(replica.loader.listed))
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _has_all(self, listed: set[tuple[str, int]]) -> bool:
+        return all((route.agent, route.version) in listed for route in self._aliases.wanted())
 
     async def _settle(self, replica: Replica, also: Sequence[Route]) -> None:
         loader = replica.loader

@@ -205,7 +205,7 @@ class Supervisor:
         """The engine is well: so are its adapters, or they are brought back."""
         replica = watched.replica
         try:
-            if replica.ready and self._keeper.has_all(listed):
+            if replica.ready and not await self._keeper.has_lost(replica, listed):
                 await self._keeper.sweep(replica, listed)
                 return self._pace.poll_s
             if replica.ready:

@@ -14,6 +14,7 @@ from marft_agents.errors import EngineError
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import EngineCommand
 from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.keeper import Keeper
 from marft_agents.serving.restartable import RestartableEngine
 from marft_agents.serving.supervisor import Pace, Supervisor
 from marft_agents.serving.swap import Swapper
@@ -130,6 +131,16 @@ async def test_a_short_indisposition_is_no_reason_to_start_again(house: House) -
         it.engine.now.faults.at.clear()
         await it.wait_ready(restarts=0)
         assert len(it.engine.runs) == 1
+
+
+async def test_a_list_from_before_a_swap_is_no_loss(house: House) -> None:
+    async with watched(house, replace(PACE, poll_s=3600.0)) as it:
+        keeper = Keeper(current_aliases(house), asyncio.Lock())
+        replica = it.fleet.replicas[0]
+        assert not await keeper.has_lost(replica, {("router", 9)})
+        it.engine.now.restart_empty()
+        assert not await keeper.has_lost(replica, {("router", 1), ("writer", 1)})
+        assert await keeper.has_lost(replica, {("router", 9)})
 
 
 async def test_it_is_tried_for_ever_and_ever_more_patiently(house: House) -> None:
