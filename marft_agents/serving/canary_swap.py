@@ -57,11 +57,17 @@ class Canaries(CanaryActions):
                 except Exception:
                     _log.exception("looking after canaries failed")
 
-        task = asyncio.create_task(watch())
+        async def expire() -> None:  # also while a long swap holds up the other
+            while True:
+                await asyncio.sleep(_TICK_S)
+                self.aliases.leases.expire()
+
+        tasks = [asyncio.create_task(watch()), asyncio.create_task(expire())]
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def read_disk(self) -> None:
         """Take note of the canaries that an earlier server had; they are loaded when it is time."""
@@ -77,8 +83,8 @@ class Canaries(CanaryActions):
                 running.seen.new.add(outcome)
             elif version == self.aliases.current(agent):
                 running.seen.old.add(outcome)
-            if running.seen.look().worse:
-                self._wake.set()
+            if worse := running.seen.look().worse:
+                self._take_out(agent, running, worse)
         if watch is not None and outcome.route == watch.route:
             watch.seen.new.add(outcome)
             if watch.seen.look().worse:
@@ -87,6 +93,9 @@ class Canaries(CanaryActions):
     async def tick(self) -> None:
         """Do what is due: leases that end, canaries and watches that are decided."""
         self.aliases.leases.expire()
+        for agent, running in list(self._running.items()):
+            if self._is_lost(agent, running):
+                self._take_out(agent, running, ["it could not be loaded again"])
         for agent in [*self._running, *self._watches]:
             await self._attend(agent)
         if (self._pending or self._unwritten) and self._now() >= self._retry_at:
@@ -99,11 +108,9 @@ class Canaries(CanaryActions):
 
     async def _attend(self, agent: str) -> None:
         running, watch, now = self._running.get(agent), self._watches.get(agent), self._now()
-        if running is not None and (
-            running.seen.verdict.worse or now >= running.until or self._is_lost(agent, running)
-        ):
+        if running is not None and not running.plan.passed and now >= running.until:
             async with self._lock:
-                if self._running.get(agent) is running:
+                if self._running.get(agent) is running and running.seen.verdict.enough:
                     await self._decide(agent, running)
         due = watch is not None and (watch.seen.verdict.worse or now >= watch.until)
         if watch is not None and due and now >= watch.again_at:
@@ -112,23 +119,18 @@ class Canaries(CanaryActions):
                     await self._end_watch(agent, watch)
 
     async def _decide(self, agent: str, running: Running) -> None:
-        seen, plan = running.seen, running.plan
-        if self._is_lost(agent, running):
-            await self._roll_back(agent, running, ["it could not be loaded again"])
-        elif seen.verdict.worse:
-            await self._roll_back(agent, running, seen.verdict.worse)
-        elif not plan.passed and seen.verdict.enough:
-            if worse := seen.last_look().worse:
-                await self._roll_back(agent, running, worse)
-            else:
-                await self._pass(agent, running)
+        if worse := running.seen.last_look().worse:
+            self._take_out(agent, running, worse)
+        else:
+            await self._pass(agent, running)
 
     def _is_lost(self, agent: str, running: Running) -> bool:
         """Whether a replica that came back could not load it, so that it was given up."""
         promoted = self.aliases.current(agent) == running.plan.version
         return self.aliases.split(agent) is None and not promoted
 
-    async def _roll_back(self, agent: str, running: Running, worse: Sequence[str]) -> None:
+    def _take_out(self, agent: str, running: Running, worse: Sequence[str]) -> None:
+        """At once, whatever else is under way; it is written down by the next tick."""
         route = Route(agent, running.plan.version)
         evidence = running.seen.told() | {"worse": list(worse)}
         self._forget(agent, "rolled back")
@@ -137,7 +139,8 @@ class Canaries(CanaryActions):
         self._verdict("worse", route, reason="; ".join(worse), moved=moved)
         change = Change(AUTOMATIC, "canary", evidence=evidence | {"moved": moved})
         self._unwritten[agent] = "canary-rollback", change
-        await self._write(agent)
+        self._retry_at = 0.0
+        self._wake.set()
 
     async def _pass(self, agent: str, running: Running) -> None:
         name, evidence = Route(agent, running.plan.version).name, running.seen.told()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -142,3 +143,27 @@ async def test_going_back_is_given_up_when_it_is_refused(rig: Rig) -> None:
         await canaries.tick()
         assert rig.aliases.current("router") == 2 and canaries.told("router")["watch"] is None
         assert "pinned to version 2" in canaries.told("router")["ended"]["how"]
+
+
+async def test_a_worse_canary_is_taken_out_while_another_agent_is_swapped(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries = rig.canaries()
+        await canaries.start("router", 2, 0.5, bounds=Bounds(min_requests=20), change=ME)
+        mine = next(
+            name for name in map(str, range(99)) if rig.aliases.resolve("router", name) == NEW
+        )
+        rig.house.publish("writer")
+        rig.engine.faults.hang_loads = True
+        swap = asyncio.create_task(canaries.swap("writer", 2, ME))
+        while rig.engine.bodies("/v1/load_lora_adapter")[-1]["lora_name"] != "writer@v2":
+            await asyncio.sleep(0.005)
+        for n in range(25):
+            canaries.observe(outcome(route=OLD, episode=f"old{n}"))
+            canaries.observe(outcome(route=NEW, status=500, episode=f"new{n}"))
+        assert not swap.done() and rig.aliases.resolve("router", mine) == OLD
+        rig.engine.release.set()
+        await asyncio.gather(swap, return_exceptions=True)
+        await canaries.tick()
+        assert rig.house.registry.canary("router") is None
+        assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"
