@@ -16,6 +16,7 @@ import pytest
 
 from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
+from marft_agents.recording import sink as sink_module
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, HumanEvent, RewardEvent
@@ -48,6 +49,43 @@ def test_events_are_written_in_order() -> None:
     assert sink.flush(5)
     assert [e.text for e in log.of(HumanEvent)] == [str(i) for i in range(50)]
     assert sink.close() and log.closed
+
+
+def test_events_wait_for_others_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_LINGER_S", 3600.0)
+    log = InMemoryLog()
+    sink = Sink(log, Safety())
+    sink.put(_human("lingers"))
+    assert sink.flush(10) and len(log.events) == 1
+    sink.put(_human("lingers as well"))
+    assert sink.close() and len(log.events) == 2
+
+
+@pytest.mark.parametrize(("events", "size"), [(8, 2**20), (100, 800)])
+def test_much_that_waits_is_written(
+    events: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink_module, "_LINGER_S", 3600.0)
+    log = GatedLog()
+    log.gate.set()
+    sink = Sink(log, Safety(), capacity=events, capacity_bytes=size)
+    for _ in range(2):
+        sink.put(_human("x" * 40))
+    assert log.writing.wait(10)
+    assert sink.close() and len(log.events) == 2
+
+
+def test_a_log_that_fell_asleep_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_LINGER_S", 0.0)
+    monkeypatch.setattr(sink_module, "_IDLE_S", 3600.0)
+    log = GatedLog()
+    log.gate.set()
+    sink = Sink(log, Safety())
+    for _ in range(3):
+        log.writing.clear()
+        sink.put(_human())
+        assert log.writing.wait(10), "written without anybody asking"
+    assert sink.close() and len(log.events) == 3
 
 
 def test_a_disk_that_hangs_costs_the_newest_events_and_never_the_app(
