@@ -145,6 +145,7 @@ def test_the_walkthrough(tmp_path: Path) -> None:
         (online,) = commands(text["online"].replace("--iterations 10", FEW))
         run([sys.executable, "-m", "marft_agents", *online[1:]], tmp_path)
         assert [registry.current(agent) for agent in ("planner", "coder")] == [4, 4]
-        (back,) = commands(text["back"])
-        run([sys.executable, "-m", "marft_agents", *back[1:]], tmp_path)
-        assert [registry.current(agent) for agent in ("planner", "coder")] == [1, 4]
+        for words in commands(text["back"]):
+            run([sys.executable, "-m", "marft_agents", *words[1:]], tmp_path)
+        assert [registry.current(agent) for agent in ("planner", "coder")] == [3, 4]
+        assert registry.canary("planner") is not None
