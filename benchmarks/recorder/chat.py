@@ -86,7 +86,8 @@ START: dict[str, Callable[[Path], tuple[Wrap, Finish]]] = dict(
 )
 
 
-def _team(url: str, stream: bool) -> RoundRobinGroupChat:
+def team_of(url: str, stream: bool) -> RoundRobinGroupChat:
+    """A new team, each agent with a client of its own."""
     agents: list[Any] = [
         AssistantAgent(
             name,
@@ -101,7 +102,7 @@ def _team(url: str, stream: bool) -> RoundRobinGroupChat:
     return RoundRobinGroupChat(agents, termination_condition=end)
 
 
-async def _play(team: RoundRobinGroupChat) -> list[float]:
+async def play(team: RoundRobinGroupChat) -> list[float]:
     """Seconds of each turn of one chat; the task's own message is not one."""
     times: list[float] = []
     before = 0.0
@@ -119,10 +120,10 @@ async def measure(tool: str, url: str, chats: int, folder: Path, stream: bool) -
     wrap, finish = START[tool](folder)
     times: list[float] = []
     for _ in range(WARM_CHATS):
-        await _play(wrap(_team(url, stream)))
+        await play(wrap(team_of(url, stream)))
     cpu = time.process_time()
     for _ in range(chats):
-        times += await _play(wrap(_team(url, stream)))
+        times += await play(wrap(team_of(url, stream)))
     finish()
     return {
         "turns": len(times),
