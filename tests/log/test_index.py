@@ -71,6 +71,8 @@ def test_many_lines_at_a_glance_are_each_line_at_a_glance(
         for _ in range(draw.choice([0, 0, 1, 2]) * bool(data)):
             data[draw.randrange(len(data))] = draw.choice(b'"{}\\\0,:\nx\xff')
         cut = bytes(data[: len(data) - draw.choice([0, 0, 7])])
+        if draw.random() < 0.3:
+            cut = cut.replace(b"}\n", b'}{"schema_version":\n', 1)
         (tmp_path / "log").write_bytes(cut)
         with (tmp_path / "log").open("rb") as file:
             found = list(records.glances(file))
