@@ -257,6 +257,8 @@ class Gateway:
             return Response(content, response.status_code, headers=headers)
         except Refusal as refusal:
             passage.status, passage.problem = refusal.status, refusal.message
+            if refusal.status == 503:
+                refusal.headers.setdefault("Retry-After", RETRY_AFTER_S)
             raise
         except ClientDisconnect:
             passage.left = True
@@ -317,7 +319,6 @@ class Gateway:
         except Refusal as refusal:
             if refusal.status != 503:
                 raise
-            refusal.headers["Retry-After"] = RETRY_AFTER_S
             if self.supervisor is not None:
                 self.supervisor.suspect(first)
             other = self.fleet.another(first, passage.episode)

@@ -180,6 +180,8 @@ def test_with_no_replica_ready_requests_and_swaps_say_why(house: House) -> None:
     with running_stage(house, replicas=2) as stage:
         for engine in stage.engines:
             _kill(engine)
+        first = stage.chat()
+        assert (first.status_code, first.headers["Retry-After"]) == (503, "2")
         stage.wait(lambda: stage.chat().status_code == 503 and stage.states == ["down", "down"])
         answer = stage.chat()
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
