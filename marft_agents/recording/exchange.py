@@ -70,6 +70,8 @@ class Exchange:
         self._restorer: Restorer | None = None
         self._lines = Lines()
         self._answer: Answer | None = None
+        self._reply: Reply | None = None
+        """Once it is over and read."""
         self._error: str | None = None
         self._cut: str | None = None
         self._unreadable = self._looked = False
@@ -105,11 +107,16 @@ class Exchange:
     @property
     def reply(self) -> Reply | None:
         """What was answered so far; one that came in one piece, when it is over."""
+        if self._reply is not None:
+            return self._reply
         if self._answer is None or self._unreadable or not self.answered:
             return None
         try:
             with self.call.episode.ledger.reading:
-                return self._answer.read()
+                over = self._answer.over  # asked before: it may end meanwhile
+                reply = self._answer.read()
+                self._reply = reply if over else None
+                return reply
         except Exception as error:
             self._unreadable = True
             self.call.episode.core.safety.failed("read a reply", error)
