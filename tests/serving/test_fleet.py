@@ -88,7 +88,7 @@ def test_a_request_whose_engine_dies_before_any_reply_is_answered_by_another(
         assert answer.status_code == 200
         assert stage.engines[1].bodies("/v1/chat/completions")[-1]["model"] == "router@v1"
         stage.wait(lambda: stage.states == ["down", "ready"])
-        assert [s.in_flight for s in stage.gateway.fleet.status()] == [0, 0]
+        stage.wait(lambda: [s.in_flight for s in stage.gateway.fleet.status()] == [0, 0])
         stage.engines[0].start()
 
 
