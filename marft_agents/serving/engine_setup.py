@@ -42,9 +42,6 @@ from marft_agents.serving.presets import Preset, choose_preset
 from marft_agents.serving.tool_parsers import AUTO, OFF, Parsers, calls_are_held, choose_parsers
 
 _FOUR_BYTES = ("float32", "float")
-_SPECULATION_ON_CPU = (
-    "--speculative-config: a request with top_k ends the CPU build of vLLM 0.32 while it speculates"
-)
 
 
 @dataclass(frozen=True)
@@ -164,8 +161,6 @@ def settle_engine(wishes: EngineWishes, model_dir: Path, base: BaseModelInfo) ->
         package=install.package,
         given=options,
     )
-    if install.cpu and any(option.head == "--speculative-config" for option in options):
-        notices.append(_SPECULATION_ON_CPU)
     args = pinned_generation(_with_auto_choice(wishes, options), model_dir)
     in_use = given_value(options, "--tool-call-parser") or parsers.tool
     held = calls_are_held(in_use, mistral_tokenizer=mistral_tokenizer(model_dir))

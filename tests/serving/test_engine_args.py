@@ -76,9 +76,8 @@ def test_words_of_an_option_are_taken_out() -> None:
         (["--served-model", "x"], "may stand for --served-model-name; write the name out"),
         (["--logprobs-m=raw_logprobs"], "may stand for --logprobs-mode"),
         (["--seed 1"], "is two words; write --engine-arg=--seed=1"),
-        (["--speculative-config.rejection_sample_method", "synthetic"], "did not draw"),
-        (["-sc", '{"rejection_sample_method": "synthetic"}'], "did not draw"),
-        (["--speculative-config", "ngram"], "no JSON object"),
+        (["--speculative-config.method", "ngram"], "log-probabilities wrong"),
+        (["-sc", "{}"], "log-probabilities wrong"),
     ],
 )
 def test_what_would_break_a_promise_is_refused(words: list[str], said: str) -> None:
@@ -107,7 +106,6 @@ def test_what_is_passed_on_with_a_word(words: list[str], said: str) -> None:
         ["--enable-lora", "--seed", "1", "--tensor-parallel-size", "2"],
         ["--watermark", "0.1"],
         ["--logprobs-mode", "processed_logprobs"],
-        ["-sc", '{"method": "ngram", "num_speculative_tokens": 3}'],
         ["--chat-template-content-format", "openai"],
     ],
 )

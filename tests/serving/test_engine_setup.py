@@ -108,12 +108,6 @@ def test_what_is_announced_follows_the_options(settle: Settle) -> None:
     assert any("train without ratios" in notice for notice in setup.notices)
 
 
-def test_speculation_on_a_cpu_is_warned_of(settle: Settle) -> None:
-    setup = settle("-sc", '{"method": "ngram"}', tool_calls="off")
-    assert any("top_k ends the CPU build" in notice for notice in setup.notices)
-    assert setup.logprobs_mode == LOGPROBS_MODE
-
-
 @pytest.mark.parametrize(
     ("args", "expected"),
     [((), 4), (("--dtype=bfloat16",), 2), (("--lora-dtype", "bfloat16"), 2)],
