@@ -32,7 +32,7 @@ _RESERVE_BYTES = 16 * 2**20
 _COUNTED_EPISODES = 100_000
 _IDLE_S = 30.0
 """Seconds without an event after which the thread ends; the next event starts another."""
-_LINGER_S = 0.05
+_LINGER_S = 0.2
 """Seconds that an event waits for others, while nobody asks for it to be written."""
 _ROUNDS = 4
 """How often to look for events that come without waking anybody, before sleeping."""
