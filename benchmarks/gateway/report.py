@@ -56,7 +56,12 @@ def chapter(records: Sequence[Record]) -> list[str]:
         if of_engine:
             busy = max(r["client_cpu_s"] / r["elapsed_s"] for r in of_engine)
             out += [f"### {label}", "", *lines_for(of_engine)]
-            out += [f"The clients took {busy:.0%} of a core at most. {_losses(of_engine)}", ""]
+            load = [r["load"] for r in of_engine]
+            out += [
+                f"The clients took {busy:.0%} of a core at most; {min(load):.0f} to {max(load):.0f}"
+                f" processes wanted to run meanwhile, these among them. {_losses(of_engine)}",
+                "",
+            ]
     return out[:-1]
 
 

@@ -53,7 +53,11 @@ def _verdict(records: Sequence[Record]) -> str:
         ratios = _ratios([r for r in records if r["clients"] == clients])
         if ratios and median(ratios) > MOST_RATIO:
             kinds.append(f"beside {clients} streams ({median(ratios):.2f})")
-    return f"More than {MOST_RATIO} times the engine's own time: {', '.join(kinds) or 'nowhere'}."
+    load = [r["load"] for r in records]
+    return (
+        f"More than {MOST_RATIO} times the engine's own time: {', '.join(kinds) or 'nowhere'}."
+        f" {min(load):.0f} to {max(load):.0f} processes wanted to run meanwhile, these among them."
+    )
 
 
 def _ratios(records: Sequence[Record]) -> list[float]:

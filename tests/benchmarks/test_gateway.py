@@ -85,7 +85,7 @@ def run(target: str, repeat: int, per_s: float, p50: float) -> dict[str, Any]:
         "engine": "scripted", "kind": "whole", "clients": 16, "target": target, "repeat": repeat,
         "per_s": per_s, "p50_ms": p50, "p99_ms": 2 * p50, "first_p50_ms": p50, "requests": 100,
         "failed": 0, "server_cpu_s": 0.1, "client_cpu_s": 0.2, "elapsed_s": 1.0,
-        "servers": {"litellm": "1"}, "machine": {"cores": 2},
+        "servers": {"litellm": "1"}, "machine": {"cores": 2}, "load": 3.0,
     }  # fmt: skip
     return record
 
@@ -107,7 +107,7 @@ def test_what_is_missed_is_said() -> None:
 def test_a_swap_that_takes_too_long_is_said() -> None:
     def swap(target: str, repeat: int, seconds: float) -> dict[str, Any]:
         found = {"engine": "vllm", "target": target, "clients": 0, "repeat": repeat}
-        return found | {"call_s": seconds / 2, "total_s": seconds}
+        return found | {"call_s": seconds / 2, "total_s": seconds, "load": 3.0}
 
     records = [swap("direct", n, 0.1 * (1 + n)) for n in (0, 1)]
     records += [swap("marft-agents", 0, 0.12), swap("marft-agents", 1, 0.4)]
