@@ -72,7 +72,8 @@ def test_the_wrong_base_model(io: Run, house: House, tmp_path: Path) -> None:
 def test_an_adapter_the_engine_would_refuse(io: Run, house: House) -> None:
     house.publish("router", probe=fake_probe(2), r=2, rank_pattern={"v_proj": 24})
     house.registry.promote("router", 2, by="t", evidence={})
-    code, err = run(*io, "serve", house.registry.root, "--model", house.base_dir, "--port", 0)
+    arguments = ["serve", house.registry.root, "--model", house.base_dir, "--port", 0]
+    code, err = run(*io, *arguments, "--max-lora-rank", 16)
     _one_line(code, err, "router@v2", "24", "limit is 16", "--max-lora-rank 32")
 
 
