@@ -11,10 +11,11 @@ same log-probability for every token, and no other version does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -116,6 +117,39 @@ class Versions:
             logprobs = model(ids).logits[0].float().log_softmax(-1)
         places = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
         return [float(logprobs[p, t]) for p, t in zip(places, reply, strict=True)]
+
+
+def processes(*words: str) -> dict[int, list[str]]:
+    """Command lines of running processes that hold all these words, by process id."""
+    found: dict[int, list[str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            argv = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if all(any(word in part for part in argv) for word in words):
+                found[int(entry.name)] = argv
+    return found
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory of these processes together, pages that they share counted once each."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def family(pid: int) -> list[int]:
+    """All processes that came from this one."""
+    found, parents = [pid], dict[int, int]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents[int(entry.name)] = int(stat[1])
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 def hash_of(name: str) -> int:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ import pytest
 
 from marft_agents.errors import MarftError
 from marft_agents.serving import GatewayClient, ServerProcess
-from tests.end_to_end.swaps import Answer, Clients, Versions
+from tests.end_to_end.swaps import Answer, Clients, Versions, processes
 
 AGENTS = ("planner", "writer")
 KILLS = int(os.environ.get("MARFT_KILLS", "3"))
@@ -34,17 +33,6 @@ EXTRA = ["--engine", "local", "--max-lora-rank", "8", "--max-model-len", "512"]
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     return Versions(tmp_path_factory.mktemp("world"), AGENTS, each=2)
-
-
-def processes(*words: str) -> dict[int, list[str]]:
-    """Command lines of running processes that hold all these words, by process id."""
-    found: dict[int, list[str]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            argv = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if all(any(word in part for part in argv) for word in words):
-                found[int(entry.name)] = argv
-    return found
 
 
 def module_of(argv: list[str]) -> str | None:

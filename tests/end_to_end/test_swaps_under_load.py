@@ -16,7 +16,7 @@ import pytest
 
 from marft_agents.registry import Change
 from marft_agents.serving import GatewayClient, ServerProcess
-from tests.end_to_end.swaps import SAME, Answer, Clients, Versions
+from tests.end_to_end.swaps import SAME, Answer, Clients, Versions, family, resident_bytes
 
 AGENTS = ("planner", "writer", "critic")
 SWAPS = int(os.environ.get("MARFT_SWAPS", "6"))
@@ -43,6 +43,9 @@ async def swap_under_load(
             change = Change(evidence={"reason": "under load"})
             done.append(await asyncio.to_thread(operator.swap, agent, version, change))
             states.append(await asyncio.to_thread(operator.state))
+            states[-1]["bytes"] = resident_bytes(family(os.getpid())) - resident_bytes(
+                [os.getpid()]
+            )
         clients.stop()
         await asking
     return done, states
@@ -85,4 +88,12 @@ def test_swaps_under_load_fail_nothing_and_mix_nothing(tmp_path: Path, engine: s
     check_replies(versions, clients.answers)
     check_episodes(clients.answers)
     most = max(sum(len(a["served"]) for a in state["agents"].values()) for state in states)
-    assert most <= 3 * len(AGENTS), "versions pile up"
+    assert most <= 4 * len(AGENTS), "versions pile up"
+    if SWAPS >= 100:  # fewer say nothing about growth
+        third, end = states[SWAPS // 3]["bytes"], states[-1]["bytes"]
+        print(f"{SWAPS} swaps, {CLIENTS} clients, {len(clients.answers)} replies;", end=" ")
+        print(f"at most {most} versions loaded; {third / 2**20:.0f} MiB after a third,", end=" ")
+        print(f"{end / 2**20:.0f} MiB at the end; largest probe error", end=" ")
+        print(f"{max(p['error'] for p in probes):.1e}, smallest effect", end=" ")
+        print(f"{min(p['effect'] for p in probes):.2f}")
+        assert end < 1.05 * third + 32 * 2**20
