@@ -205,6 +205,7 @@ def test_case_06_a_reply_without_ids_or_logprobs_is_said_at_once_and_never_train
         recorder.attach_client(client := sdk(server), "planner")
         with recorder.episode() as episode:
             ask(client)
+            assert recorder.flush()
             assert [missing in record.getMessage() for record in caplog.records] == [True]
             ask(client)
             episode.reward(1.0)

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,6 +68,8 @@ class Faults:
     unwell: bool = False
     break_stream_after: int | None = None
     nan: bool = False
+    refuses: Callable[[dict[str, Any]], str | None] | None = None
+    """Looks at the body of every generation or probe first; the message of a 400, or none."""
     at: dict[str, str] = field(default_factory=dict[str, str])
     """By step (health, list, load, probe, unload): one of ``KINDS``."""
 
@@ -331,7 +333,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: dict[str, Any]) -> None:
         fake, model = self.fake, body["model"]
-        if model != BASE and model not in fake.adapters:
+        refused = fake.faults.refuses(body) if fake.faults.refuses is not None else None
+        if refused is not None:
+            self._error(400, refused)
+        elif model != BASE and model not in fake.adapters:
             self._error(404, f"The model `{model}` does not exist.")
         elif "prompt_logprobs" in body and fake.faults.score_status != 200:
             self._error(fake.faults.score_status, "EngineCore encountered an issue")
