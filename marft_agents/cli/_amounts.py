@@ -11,6 +11,18 @@ import click
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+class Finite(click.FloatRange):
+    """A range of numbers without ``nan``, which no bound keeps out, and ``inf``."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
+
+
 def share(value: Any) -> float:
     """A share as a number from 0 to 1, itself excluded; a type of option.
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from marft_agents.cli._amounts import duration, episodes, share
+from marft_agents.cli._amounts import Finite, duration, episodes, share
 from marft_agents.cli._text import printable
 from marft_agents.errors import ConfigError, ServerError
 from marft_agents.registry import Bounds, Change, Registry, current_user, durable
@@ -49,7 +49,7 @@ def bounds_options(command: _Command) -> _Command:
         click.option(
             "--max-latency-ratio",
             metavar="FACTOR",
-            type=click.FloatRange(min=1, max=1000),
+            type=Finite(min=1, max=1000),
             default=MAX_LATENCY_RATIO,
             show_default=True,
             help="Most times as long until the first token, and per further token.",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from marft_agents.cli._amounts import Finite
 from marft_agents.cli._text import say
 from marft_agents.log.checking import LARGEST_LINE, Finding, check
 
@@ -19,7 +20,7 @@ from marft_agents.log.checking import LARGEST_LINE, Finding, check
 @click.option(
     "--largest-line",
     metavar="MIB",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=LARGEST_LINE / 2**20,
     show_default=True,
     help="Name lines with more than this.",

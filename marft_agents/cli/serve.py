@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import click
 
+from marft_agents.cli._amounts import Finite
 from marft_agents.cli._serve_access import access_options, access_settings, key_from
 from marft_agents.cli._serve_logs import log_options, logged
 from marft_agents.errors import ConfigError
@@ -125,18 +126,23 @@ def _say(line: str) -> None:
 @click.option("--max-model-len", type=click.IntRange(min=1), help="Context length in tokens.")
 @click.option(
     "--probe-tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=TOLERANCE,
     show_default=True,
     help="Largest difference to the trainer's log-probabilities; more for half precision.",
 )
 @click.option(
-    "--start-timeout", type=float, default=600.0, show_default=True, help="Seconds for the engine."
+    "--start-timeout",
+    metavar="SECONDS",
+    type=Finite(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="For the engine to be up.",
 )
 @click.option(
     "--stop-timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=30.0,
     show_default=True,
     help="How long requests in flight may go on when the server is asked to stop.",
@@ -144,7 +150,7 @@ def _say(line: str) -> None:
 @click.option(
     "--lease-timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=LEASE_TIMEOUT_S,
     show_default=True,
     help="Without a request for so long, an episode loses the adapter versions it began with.",
@@ -163,7 +169,7 @@ def _say(line: str) -> None:
 @click.option(
     "--episode-idle-timeout",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     default=3600.0,
     show_default=True,
     help="Without a call for so long, a recorded episode ends as failed in the log.",

@@ -258,7 +258,8 @@ class RegistryReader:
         if match is None or int(match[1]) not in versions:
             raise RegistryError(
                 f"{path} says {text[:40]!r}, which is no published version (there are"
-                f" {versions or 'none'}); write one of them into it, as {folder_name(1)}"
+                f" {versions or 'none'}); write one of them into it, as"
+                f" {folder_name(versions[-1] if versions else 1)}"
             )
         return int(match[1])
 

@@ -97,6 +97,27 @@ def test_settings_that_cannot_work(
     _one_line(code, err, *parts)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("serve", "--probe-tolerance"),
+        ("serve", "--start-timeout"),
+        ("serve", "--stop-timeout"),
+        ("serve", "--lease-timeout"),
+        ("serve", "--episode-idle-timeout"),
+        ("adapters canary", "--max-latency-ratio"),
+        ("adapters promote", "--max-latency-ratio"),
+    ],
+)
+def test_numbers_that_are_none(
+    io: Run, house: House, command: str, option: str, value: str
+) -> None:
+    code, err = run(*io, *command.split(), "router", option, value)
+    assert code == 2
+    assert f"Invalid value for '{option}'" in err
+
+
 def test_a_port_that_is_taken(io: Run, house: House) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
