@@ -23,6 +23,19 @@ class Finite(click.FloatRange):
         return number
 
 
+class Version(click.ParamType):
+    """The number of a version, as the commands print it: ``v7``, or ``7``."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip()
+        match = re.fullmatch(r"v?(\d{1,9})", text, re.ASCII)
+        if match is None or not (number := int(match[1])):
+            self.fail(f"{text!r} is no version; write it as 7 or v7", param, ctx)
+        return number
+
+
 def share(value: Any) -> float:
     """A share as a number from 0 to 1, itself excluded; a type of option.
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import click
 
 from marft_agents.cli._adapters import agent_name, require_registry
-from marft_agents.cli._amounts import duration, episodes, percent, share, span
+from marft_agents.cli._amounts import Version, duration, episodes, percent, share, span
 from marft_agents.cli._moving import (
     adapters_option,
     bounds_options,
@@ -28,7 +28,7 @@ from marft_agents.serving.gateway_client import GatewayClient
 
 @click.command("canary")
 @click.argument("agent")
-@click.argument("version", required=False, type=click.IntRange(min=1))
+@click.argument("version", required=False, type=Version())
 @click.option(
     "--share", type=share, metavar="SHARE", help="Share of the episodes that begin from now on."
 )
@@ -74,8 +74,10 @@ def _check(version: int | None, options: Mapping[str, Any]) -> None:
     wanted = [options["stop"], options["status"], version is not None]
     if sum(map(bool, wanted)) != 1:
         raise ConfigError("canary takes a version with --share, or --stop, or --status")
-    if (version is None) != (options["share"] is None) or options["share"] == 0:
+    if (version is None) != (options["share"] is None):
         raise ConfigError("a canary has a share: canary AGENT VERSION --share 10%")
+    if options["share"] == 0:
+        raise ConfigError("--share 0 is no canary; to end one: canary AGENT --stop")
     if options["now"] and not options["stop"]:
         raise ConfigError("--now goes with --stop")
 
@@ -169,7 +171,7 @@ def _told(agent: str, told: Mapping[str, Any]) -> Iterator[str]:
         yield f"{agent}: v{watch['version']} is watched, {left} to go, or back to v{back}"
         yield from _sides(watch["version"], back, watch["seen"])
     if ended is not None:
-        yield f"{agent}: v{ended['version']} before: {ended['how']}"
+        yield f"{agent}: the last canary or watch, of v{ended['version']}: {ended['how']}"
         if ended.get("seen"):
             yield from _sides(ended["version"], None, ended["seen"])
 
@@ -177,7 +179,7 @@ def _told(agent: str, told: Mapping[str, Any]) -> Iterator[str]:
 def _sides(version: int, other: int | None, seen: Mapping[str, Any]) -> Iterator[str]:
     for name, side in (
         (f"v{version}", "version"),
-        (f"v{other}" if other else "other", "incumbent"),
+        (f"v{other}" if other else "compared with", "incumbent"),
     ):
         numbers = seen[side]
         line = f"  {name}: {numbers['requests']} requests, {numbers['failed']} failed"

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from marft_agents.cli._adapters import agent_name
+from marft_agents.cli._amounts import Version
 from marft_agents.cli._moving import adapters_option, change_of, move, server_option
 from marft_agents.errors import ConfigError
 from marft_agents.registry import Registry
@@ -14,7 +15,7 @@ from marft_agents.registry import Registry
 
 @click.command("pin")
 @click.argument("agent")
-@click.argument("version", required=False, type=click.IntRange(min=1))
+@click.argument("version", required=False, type=Version())
 @click.option("--remove", is_flag=True, help="Take the pin off.")
 @adapters_option
 @server_option
@@ -32,9 +33,11 @@ def command(
     swap, promote and rollback refuse to move it without --force, finetune publishes new versions
     and leaves it in use, prune keeps it.
     """
-    if remove == (version is not None):
-        raise ConfigError("pin takes a version, or --remove")
     registry, slug = Registry(adapters), agent_name(agent)
+    if remove == (version is not None):
+        in_use = None if remove else registry.current(slug)
+        more = "" if in_use is None else f"; v{in_use} is in use"
+        raise ConfigError(f"pin takes a version, or --remove{more}")
     change = change_of("adapters pin", reason)
     if version is None:
         was = registry.unpin(slug, change)

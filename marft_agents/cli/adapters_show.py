@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -96,9 +96,20 @@ def _probe(manifest: AdapterManifest) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(_rounded(value), ensure_ascii=False, default=str)
+
+
+def _rounded(value: Any) -> Any:
+    """``value`` with four digits of every number in it; ``--json`` has all of them."""
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in cast("list[Any]", value)]
+    return value
 
 
 def _trail_line(entry: Mapping[str, Any]) -> str:
@@ -108,7 +119,7 @@ def _trail_line(entry: Mapping[str, Any]) -> str:
     if entry.get("command"):
         words.append(f"by {entry['command']}")
     if entry.get("evidence"):
-        words.append(json.dumps(entry["evidence"], ensure_ascii=False))
+        words.append(_value(entry["evidence"]))
     if entry.get("result", "done") != "done":
         words.append(f"FAILED: {entry['result']}")
     return "  ".join(words)

@@ -23,5 +23,5 @@ def command(file: Path) -> None:
         ]
         for name, entry in sorted(entries_of(file).items())
     ]
-    for line in table(["name", "role", "agents", "in flight"], rows):
+    for line in table(["name", "role", "agents", "max in flight"], rows):
         say(line)

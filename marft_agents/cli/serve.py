@@ -9,6 +9,7 @@ import click
 
 from marft_agents.cli._amounts import Finite
 from marft_agents.cli._serve_access import access_options, access_settings, key_from
+from marft_agents.cli._serve_help import ServeCommand
 from marft_agents.cli._serve_logs import log_options, logged
 from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
@@ -37,7 +38,7 @@ def _say(line: str) -> None:
     click.echo(line)
 
 
-@click.command(name="serve")
+@click.command(name="serve", cls=ServeCommand)
 @click.argument("adapters", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--model", required=True, help="Base model: a folder or a hub id.")
 @click.option("--agents", metavar="NAMES", help="Agents to begin with, comma-separated.")
@@ -50,7 +51,11 @@ def _say(line: str) -> None:
 )
 @click.option("--engine-python", metavar="PATH", help="Python interpreter that has the engine.")
 @click.option(
-    "--engine-arg", "engine_args", multiple=True, help="Passed on to the engine; repeatable."
+    "--engine-arg",
+    "engine_args",
+    metavar="OPTION",
+    multiple=True,
+    help="Passed on to the engine, e.g. --engine-arg=--seed=1; repeatable.",
 )
 @click.option(
     "--preset",
@@ -100,7 +105,12 @@ def _say(line: str) -> None:
     type=click.Choice(["processed_logprobs", "raw_logprobs"]),
     help="What the engines at --server were started with.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; any but loopback needs --keys or --api-key-env.",
+)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
 @access_options
 @click.option(
@@ -122,7 +132,11 @@ def _say(line: str) -> None:
     type=click.IntRange(min=1),
     help="Adapters kept in main memory; default: twice --max-loras.",
 )
-@click.option("--target-modules", metavar="NAMES", help="Modules the engine prepares for adapters.")
+@click.option(
+    "--target-modules",
+    metavar="NAMES",
+    help="Modules the engine prepares for adapters; default: those of the versions in use.",
+)
 @click.option("--max-model-len", type=click.IntRange(min=1), help="Context length in tokens.")
 @click.option(
     "--probe-tolerance",

@@ -250,6 +250,14 @@ def test_pin(adapters: Program, house: House) -> None:
     assert actions == ["promote", "pin", "promote", "pin", "unpin"]
     for words in (("pin", "router"), ("pin", "router", 2, "--remove")):
         assert "pin takes a version, or --remove" in adapters.refuses(*words)
+    assert adapters.refuses("pin", "router").endswith("; v2 is in use\n")
+
+
+def test_a_version_as_the_commands_print_it(adapters: Program, house: House) -> None:
+    adapters("promote", "router", "v2")
+    assert house.registry.current("router") == 2
+    adapters("pin", "router", "v1")
+    assert house.registry.pinned("router") == 1
 
 
 # --- canary --------------------------------------------------------------------------------------
@@ -304,7 +312,9 @@ def test_canary_from_start_to_stop(adapters: Program, house: House) -> None:
         assert "stays: loaded in the server" in adapters("prune", "--keep", 1, *server)
         assert "has no canary" in adapters("canary", "router", "--stop", *server)
         out = adapters("canary", "router", "--status", *server)
-        assert out.startswith("router: has no canary; v1 is in use\nrouter: v2 before: stopped\n")
+        first, second = out.splitlines()[:2]
+        assert first == "router: has no canary; v1 is in use"
+        assert second == "router: the last canary or watch, of v2: stopped"
 
 
 def test_a_canary_of_a_server_that_has_stopped(adapters: Program, house: House) -> None:

@@ -6,9 +6,12 @@ import socket
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from marft_agents.cli import main
+from marft_agents.cli._serve_help import SECTIONS
+from marft_agents.cli.serve import command
 from marft_agents.registry import Registry, locks
 from tests.registry.bases import make_base
 from tests.serving.stage import House, fake_probe, make_house
@@ -49,6 +52,17 @@ def _one_line(code: int, err: str, *parts: str) -> None:
     assert err.count("\n") == 1, err
     for part in parts:
         assert part in err
+
+
+def test_every_option_has_its_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [name for names in SECTIONS.values() for name in names.split()]
+    options = {p.name for p in command.params if isinstance(p, click.Option)}
+    assert sorted(named) == sorted(str(name) for name in options)
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n{heading}:\n" in out for heading in SECTIONS)
+    assert "--help" in out
 
 
 def test_no_agents_at_all(io: Run, tmp_path: Path) -> None:
