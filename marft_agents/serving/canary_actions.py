@@ -38,6 +38,8 @@ class Running:
     plan: CanaryPlan
     seen: Comparison
     until: float
+    settled: bool = False
+    """Whether what is to be done once it has stood the test was done, or is refused."""
 
 
 @dataclass
@@ -178,7 +180,7 @@ class CanaryActions:
         async with self._lock:
             route, running = Route(agent, plan.version), self._running.get(agent)
             with step(route.name, "check"):
-                self._registry.require_canary(agent, plan, force=change.force)
+                await in_thread(self._registry.require_canary, agent, plan, force=change.force)
                 if self.aliases.current(agent) is None:
                     raise RegistryError(f"agent {agent!r} is not served; promote a version first")
             if running is not None:
@@ -190,6 +192,8 @@ class CanaryActions:
                 change = replace(change, evidence=told)
                 with step(route.name, "record"):
                     await in_thread(self._registry.set_canary, agent, plan, change)
+                    if running is not None and self._running.get(agent) is not running:
+                        raise RegistryError("it was found worse meanwhile, and is taken out")
                 self._run(agent, plan)
             self._pending.pop(agent, None)
             self._unwritten.pop(agent, None)
@@ -279,18 +283,13 @@ class CanaryActions:
 
     async def _agree(self, agent: str) -> None:
         """After a swap, or one that failed: what the disk says of the canary holds here, too."""
+        if await in_thread((self._registry.root / agent / CANARY_FILE).exists):
+            return
+        self._pending.pop(agent, None)
         running = self._running.get(agent)
-        there = (self._registry.root / agent / CANARY_FILE).exists()
-        if not there:
-            self._pending.pop(agent, None)
         if running is None:
             return
         route = Route(agent, running.plan.version)
-        if there:
-            if self.aliases.split(agent) is None and self.aliases.current(agent) != route.version:
-                plan = running.plan
-                self.aliases.share(agent, Split(plan.version, plan.share, plan.key))
-            return
         promoted = self.aliases.current(agent) == route.version
         self._forget(agent, "promoted" if promoted else "ended by a move to another version")
         if not promoted:

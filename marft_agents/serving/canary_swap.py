@@ -27,6 +27,8 @@ from marft_agents.serving.threads import in_thread
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
 _RETRY_S = 10.0
+_LAST_S = 5.0
+"""For what is still to be written when the server stops."""
 AUTOMATIC = "automatic"
 Verdict = Literal["passed", "worse", "held", "not_judged", "went_back"]
 """Of a canary, then of the watch of a version that was promoted."""
@@ -50,7 +52,8 @@ class Canaries(CanaryActions):
         async def watch() -> None:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), _TICK_S)
+                    async with asyncio.timeout(_TICK_S):  # wait_for may swallow a cancellation
+                        await self._wake.wait()
                 self._wake.clear()
                 try:
                     await self.tick()
@@ -68,6 +71,10 @@ class Canaries(CanaryActions):
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S):
+                    await self._write_all()
 
     async def read_disk(self) -> None:
         """Take note of the canaries that an earlier server had; they are loaded when it is time."""
@@ -96,19 +103,19 @@ class Canaries(CanaryActions):
         for agent, running in list(self._running.items()):
             if self._is_lost(agent, running):
                 self._take_out(agent, running, ["it could not be loaded again"])
-        for agent in [*self._running, *self._watches]:
+        going_on = not self.swapper.fleet.stopping
+        for agent in [*self._running, *self._watches] if going_on else ():
             await self._attend(agent)
         if (self._pending or self._unwritten) and self._now() >= self._retry_at:
             self._retry_at = self._now() + _RETRY_S
             async with self._lock:
-                for agent in list(self._unwritten):
-                    await self._write(agent)
-                for agent in list(self._pending):
+                await self._write_all()
+                for agent in list(self._pending) if going_on else ():
                     await self._resume(agent)
 
     async def _attend(self, agent: str) -> None:
         running, watch, now = self._running.get(agent), self._watches.get(agent), self._now()
-        if running is not None and not running.plan.passed and now >= running.until:
+        if running is not None and not running.settled and now >= running.until:
             async with self._lock:
                 if self._running.get(agent) is running and running.seen.verdict.enough:
                     await self._decide(agent, running)
@@ -143,21 +150,32 @@ class Canaries(CanaryActions):
         self._wake.set()
 
     async def _pass(self, agent: str, running: Running) -> None:
-        name, evidence = Route(agent, running.plan.version).name, running.seen.told()
-        running.plan = running.plan.model_copy(update={"passed": True})
-        self._verdict("passed", Route(agent, running.plan.version), evidence=evidence)
-        change = Change(AUTOMATIC, "canary", evidence=evidence, force=True)
         try:
-            await in_thread(
-                self._registry.set_canary, agent, running.plan, change, action="canary-passed"
-            )
-            if running.plan.then == "promote":
-                why = Change(running.plan.by, "canary --then promote", evidence=evidence)
-                await self._swap(agent, running.plan.version, why, False, None, locked=True)
-            elif running.plan.then == "stop":
-                await self._stop(agent, change, now=False, locked=True)
+            await self._do_pass(agent, running)
         except (MarftError, OSError) as error:
+            name = Route(agent, running.plan.version).name
             _log.error("the canary %s goes on as it is: %s", name, error)
+            refused = error.refused if isinstance(error, StepError) else None
+            running.settled = isinstance(error, RegistryError) if refused is None else refused
+            running.until = self._now() + _RETRY_S
+        else:
+            running.settled = True
+
+    async def _do_pass(self, agent: str, running: Running) -> None:
+        plan, evidence = running.plan, running.seen.told()
+        change = Change(AUTOMATIC, "canary", evidence=evidence, force=True)
+        if not plan.passed:
+            plan = plan.model_copy(update={"passed": True})
+            await in_thread(self._registry.set_canary, agent, plan, change, action="canary-passed")
+            running.plan = plan
+            self._verdict("passed", Route(agent, plan.version), evidence=evidence)
+        if self._running.get(agent) is not running:
+            return  # it was found worse meanwhile
+        if plan.then == "promote":
+            why = Change(plan.by, "canary --then promote", evidence=evidence)
+            await self._swap(agent, plan.version, why, False, None, locked=True)
+        elif plan.then == "stop":
+            await self._stop(agent, change, now=False, locked=True)
 
     async def _end_watch(self, agent: str, watch: Watch) -> None:
         verdict = watch.seen.verdict
@@ -194,6 +212,10 @@ class Canaries(CanaryActions):
         say("canary", level, agent=route.agent, version=route.version, verdict=verdict, **told)
         self.verdicts[verdict] += 1
 
+    async def _write_all(self) -> None:
+        for agent in list(self._unwritten):
+            await self._write(agent)
+
     async def _write(self, agent: str) -> None:
         action, change = self._unwritten[agent]
         try:
@@ -206,7 +228,7 @@ class Canaries(CanaryActions):
                 error,
             )
         else:
-            del self._unwritten[agent]
+            self._unwritten.pop(agent, None)
 
     def _read_pending(self) -> None:
         for agent in self._registry.agents():

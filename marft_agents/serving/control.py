@@ -132,7 +132,8 @@ def _refusals() -> Generator[None]:
     try:
         yield
     except StepError as error:
-        raise Refusal(409 if error.refused else 502, str(error)) from error
+        at_engine = not error.refused and error.step != "check"
+        raise Refusal(502 if at_engine else 409, str(error)) from error
     except (ConfigError, RegistryError, AdapterError) as error:
         raise Refusal(409, str(error)) from error
     except (ValidationError, OSError) as error:

@@ -53,6 +53,8 @@ def step(name: str, doing: Step, replica: str | None = None) -> Generator[None]:
     with timed_step(doing, replica):
         try:
             yield
+        except StepError:
+            raise
         except (MarftError, OSError) as error:
             bad = isinstance(error, AdapterError | RegistryError | ConfigError)
             where = "" if replica is None else f" on {replica}"

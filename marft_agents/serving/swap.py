@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-from marft_agents.errors import MarftError, SwapError
+from marft_agents.errors import MarftError
 from marft_agents.registry import Change
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
@@ -88,8 +88,12 @@ class Swapper:
             old = Route(slug, before) if before is not None else None
             try:
                 with step(new.name, "check"):
-                    self.fleet.registry.require_movable(
-                        slug, version, force=change.force, back=change.action == "rollback"
+                    await in_thread(
+                        self.fleet.registry.require_movable,
+                        slug,
+                        version,
+                        force=change.force,
+                        back=change.action == "rollback",
                     )
                 report = await self._bring_up(new, old)
                 change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
@@ -160,11 +164,14 @@ class Swapper:
             return
         kept = self.aliases.kept()
         told = ", ".join(f"{route.name} ({why})" for route, why in kept.items())
-        raise SwapError(
-            f"the engine keeps {self.fleet.limits.slots} adapters and has {len(kept)}: {told};"
+        raise StepError(
+            f"step check of {new.name}:"
+            f" the engine keeps {self.fleet.limits.slots} adapters and has {len(kept)}: {told};"
             f" {new.name} would be one more; wait until one of them is not needed any more, move"
             " over the episodes that keep old ones (--now), or restart serve with more:"
-            " --max-cpu-loras"
+            " --max-cpu-loras",
+            step="check",
+            refused=False,  # another time there is room
         )
 
     def _note_failure(

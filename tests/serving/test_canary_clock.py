@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from marft_agents.errors import SwapError
 from marft_agents.registry import Bounds, Change
+from marft_agents.schema import AdapterManifest
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.loader import Limits
+from marft_agents.serving.probe import ProbeReport
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.serving.conftest import furnished
@@ -165,5 +169,80 @@ async def test_a_worse_canary_is_taken_out_while_another_agent_is_swapped(rig: R
         rig.engine.release.set()
         await asyncio.gather(swap, return_exceptions=True)
         await canaries.tick()
+        assert rig.house.registry.canary("router") is None
+        assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"
+
+
+def seen(canaries: Canaries, status: int = 200) -> None:
+    """Thirty requests of each version; those of v2 end with ``status``."""
+    for n in range(30):
+        canaries.observe(outcome(route=OLD, episode=f"old{n}"))
+        canaries.observe(outcome(route=NEW, status=status, episode=f"new{n}"))
+
+
+async def test_what_a_canary_that_passed_is_to_become_is_tried_again(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries, bounds = rig.canaries(), Bounds(min_requests=20, for_s=100)
+        await canaries.start("router", 2, 0.5, bounds=bounds, then="promote", change=ME)
+        seen(canaries)
+        rig.now = 101.0
+        rig.replica.become("down", "it is being started")
+        await canaries.tick()
+        assert rig.aliases.current("router") == 1
+        rig.replica.become("ready")
+        await canaries.tick()
+        assert rig.aliases.current("router") == 1, "not before its time"
+        rig.now = 111.0
+        await canaries.tick()
+        assert rig.aliases.current("router") == 2 and canaries.verdicts["passed"] == 1
+        told = [line["action"] for line in rig.house.registry.audit("router")]
+        assert told.count("canary-passed") == 1
+
+
+async def test_a_server_that_stops_writes_down_that_a_canary_was_worse(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries = rig.canaries()
+        async with canaries.running():
+            await canaries.start("router", 2, 0.5, bounds=Bounds(min_requests=20), change=ME)
+            seen(canaries, 500)
+        assert rig.house.registry.canary("router") is None
+        assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"
+
+
+async def test_going_back_waits_for_room_in_the_engine(rig: Rig) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries = rig.canaries()
+        await promoted(rig, canaries)
+        rig.replica.loader.limits = Limits(16, max_loras=2)
+        await canaries.tick()
+        assert rig.aliases.current("router") == 2
+        rig.replica.loader.limits = Limits(16, max_loras=3)
+        rig.now = 10.0
+        await canaries.tick()
+        assert rig.aliases.current("router") == 1
+
+
+async def test_a_canary_found_worse_while_its_share_is_changed_is_taken_out(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries, bounds = rig.canaries(), Bounds(min_requests=20)
+        await canaries.start("router", 2, 0.5, bounds=bounds, change=ME)
+        probe_again = rig.replica.loader.probe
+
+        def meanwhile(manifest: AdapterManifest) -> ProbeReport:
+            loop.call_soon_threadsafe(seen, canaries, 500)
+            return probe_again(manifest)
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(rig.replica.loader, "probe", meanwhile)
+        with pytest.raises(SwapError, match="worse meanwhile"):
+            await canaries.start("router", 2, 0.6, bounds=bounds, change=ME)
+        await canaries.tick()
+        assert rig.aliases.split("router") is None
         assert rig.house.registry.canary("router") is None
         assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"
