@@ -236,6 +236,8 @@ class Keyring:
             return
         self._seen = stamp
         try:
+            if self._path.is_fifo():  # opening it would wait for a writer, and all requests with it
+                raise ConfigError(f"the key file {self._path} is a pipe, which is not read again")
             self._filed = read_keys(self._path)
         except ConfigError as error:
             _log.error("%s; the keys read before stay valid", error)

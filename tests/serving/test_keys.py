@@ -155,6 +155,19 @@ def test_rotation_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not known(fresh) and not known("")  # the last key is gone: closed, not open
 
 
+def test_a_pipe_in_the_place_of_the_file_holds_up_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    path = write(tmp_path / "keys.json", {"web": {"key": WEB}})
+    keyring = Keyring(path=path, now=lambda: now[0])
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    now[0] += 2
+    assert keyring.client(WEB) == Client("web", "application")
+    assert "is a pipe, which is not read again; the keys read before stay valid" in caplog.text
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
 def test_a_file_without_a_key_for_applications_opens_no_server(tmp_path: Path, host: str) -> None:
     path = write(tmp_path / "keys.json", {"ops": {"role": "operator", "key": OPS}})
