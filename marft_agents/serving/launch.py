@@ -185,7 +185,8 @@ def _load(replica: Replica, plan: Plan, say: Say, *, alone: bool) -> None:
             older = f"marft-agents swap {route.agent} --version N --offline"
             raise EngineError(f"{error}; to go back to another version: {older}") from error
         where = "" if alone else f"{replica.name}: "
-        say(f"{where}loaded {route.name} (differs from the base by {report.effect:.3g})")
+        effect = f"differs from the base by {report.effect:.3g}" if report.effect else "as the base"
+        say(f"{where}loaded {route.name} ({effect})")
 
 
 def _close(engines: Sequence[RestartableEngine]) -> None:

@@ -52,6 +52,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+_ALL_ADDRESSES = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that are listened on and cannot be asked, and where this machine asks instead."""
+
+
+def own_address(host: str, port: int) -> str:
+    """Where a program of this machine finds what listens on ``host``."""
+    name = _ALL_ADDRESSES.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
 def _aliases(plan: Plan, leases: Leases) -> Aliases:
     aliases = Aliases(leases)
     for route in plan.routes:
@@ -68,7 +78,9 @@ def _announce(address: str, aliases: Aliases, settings: ServeSettings, say: Say)
     if settings.record is not None:
         what = "every call" if settings.record_all else f"calls to {address}{BY_URL}"
         say(f"recording {what} into {settings.record}")
-    say(f"ready: base_url {address}/v1, model = the agent's name")
+    far = settings.host in _ALL_ADDRESSES
+    more = "; other machines put this one's name in its place" if far else ""
+    say(f"ready: base_url {address}/v1, model = the agent's name{more}")
 
 
 def _recording(settings: ServeSettings) -> Recording | None:
@@ -126,8 +138,7 @@ def serve(settings: ServeSettings, say: Say) -> None:
         settings = replace(settings, server_api_key=new_engine_key())
     with contextlib.closing(_listen(settings.host, settings.port)) as sock:
         plan = make_plan(settings, say)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address = f"http://{host}:{sock.getsockname()[1]}"
+        address = own_address(settings.host, sock.getsockname()[1])
         with locks.serving(plan.registry.root, address):
             key = ensure_operator_key(plan.registry.root)
             _run(settings, plan, sock, address, key, say)

@@ -17,6 +17,7 @@ import pytest
 from marft_agents.errors import EngineError
 from marft_agents.registry import locks
 from marft_agents.serving import GatewayClient, ServerProcess
+from marft_agents.serving.server import own_address
 from tests.serving import fake_engine
 from tests.serving.stage import House
 
@@ -76,6 +77,20 @@ def _chat(server: ServerProcess, model: str, episode: str | None = None) -> http
     headers = {"X-Marft-Episode": episode} if episode else {}
     url = f"{server.base_url}/chat/completions"
     return httpx.post(url, json=body, headers=headers, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("fd00::1", "http://[fd00::1]:80"),
+        ("models.example", "http://models.example:80"),
+    ],
+)
+def test_what_listens_everywhere_is_asked_on_loopback(host: str, address: str) -> None:
+    assert own_address(host, 80) == address
 
 
 def test_serve_answers_swaps_and_leaves_nothing_running(house: House) -> None:
