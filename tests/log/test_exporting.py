@@ -92,6 +92,26 @@ def test_parquet_and_hf_read_back_as_the_rows(reader: LogReader, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "logs", "turns.parquet"]
 
 
+def test_tool_arguments_get_no_keys_of_other_calls(tmp_path: Path) -> None:
+    """Columns of nested fields would give every call the keys of all, as null."""
+    import datasets
+
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for n, (name, arguments) in enumerate([("add", {"a": 1}), ("find", {"text": "x"})])
+    ]
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in calls]
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    events = [turn(n, messages=said, tool_calls=[call]) for n, call in enumerate(calls)]
+    (folder / "a.jsonl").write_bytes(b"".join(map(encode_line, events)))
+    export_log(LogReader(folder), "hf", tmp_path / "hf")
+    rows: list[Any] = list(datasets.load_from_disk(str(tmp_path / "hf")))
+    assert [json.loads(row["tool_calls"]) for row in rows] == [[call] for call in calls]
+    for row in rows:
+        assert [json.loads(m["tool_calls"]) for m in row["messages"]] == [[call] for call in calls]
+
+
 def attributes(span: dict[str, Any]) -> dict[str, Any]:
     def plain(value: dict[str, Any]) -> Any:
         ((kind, held),) = value.items()
