@@ -60,17 +60,23 @@ async def _answer_refusal(request: Request, error: Refusal) -> Response:
 async def _answer_http(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:200]
     hint = "; base_url of the app ends in /v1" if path in _WITHOUT_V1 else ""
-    return Refusal(
-        error.status_code, f"{request.method} {path} is not served here{hint}"
-    ).response()
+    refusal = Refusal(error.status_code, f"{request.method} {path} is not served here{hint}")
+    refusal.headers |= error.headers or {}
+    return refusal.response()
 
 
 async def _answer_gone(_: Request, __: ClientDisconnect) -> Response:
     return Response(status_code=499)
 
 
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    note_problem(request, type(error).__name__)
+    return Refusal(500, "this server failed to answer; its log says why").response()
+
+
 HANDLERS: dict[Any, Any] = {
     Refusal: _answer_refusal,
     HTTPException: _answer_http,
     ClientDisconnect: _answer_gone,
+    Exception: _answer_failure,
 }

@@ -399,9 +399,11 @@ class Gateway:
                 yield rewriter.broken() + error
 
         async def close() -> None:
-            watch.over()
-            passage.end()
-            await response.aclose()
+            try:
+                watch.over()
+            finally:
+                passage.end()
+                await response.aclose()
 
         headers = headers | {"X-Accel-Buffering": "no"}
         return Relay(chunks(), response.status_code, headers, on_close=close)

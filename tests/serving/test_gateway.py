@@ -127,7 +127,20 @@ def test_an_address_without_v1_is_told_so(quiet_stage: Stage, path: str) -> None
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_wrong_methods_are_refused(quiet_stage: Stage, method: str) -> None:
     answer = quiet_stage.http.request(method, f"{quiet_stage.url}/v1/chat/completions")
-    assert answer.status_code == 405
+    assert answer.status_code == 405 and answer.headers["Allow"] == "POST"
+
+
+def test_a_mistake_of_the_server_itself_is_an_answer_that_tells_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(_: object) -> None:
+        raise RuntimeError("of a secret")
+
+    monkeypatch.setattr(stage.gateway.fleet, "choose", mistaken)
+    answer = stage.chat()
+    assert answer.status_code == 500 and answer.headers["X-Request-Id"]
+    assert answer.json()["error"]["type"] == "server_error" and "secret" not in answer.text
+    assert stage.gateway.settings.admission.in_flight == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 4000])
