@@ -123,6 +123,8 @@ class Fleet:
         self.replicas = tuple(replicas)
         self.stopping = False
         """Set when no new request is to be taken."""
+        self.swaps = 0
+        """Swaps under way."""
         self._deadline_s = deadline_s
 
     @property

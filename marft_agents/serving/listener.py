@@ -1,7 +1,7 @@
 """The HTTP server's life: ready, stopping, gone.
 
-Invariant: asked to stop it takes no new request for a model, lets those in flight end for as long
-as it was given, and then ends. Asked again it ends at once.
+Invariant: asked to stop it takes no new request for a model and no new swap, lets those in flight
+end for as long as it was given, and then ends. Asked again it ends at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Listener(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drain(self, now: float) -> None:
-        busy = self._fleet.in_flight
+        busy = self._fleet.in_flight + self._fleet.swaps
         if self._stop_at is None:
             self._stop_at = now + self._stop_timeout_s
         if not busy:

@@ -69,11 +69,13 @@ class Swapper:
         work = self._swap(new, change or Change(), now=now)
         task = asyncio.create_task(observed(work, new.agent, new.version, self.observers))
         self._swaps.add(task)
+        self.fleet.swaps += 1
         task.add_done_callback(self._over)
         return await asyncio.shield(task)
 
     def _over(self, task: asyncio.Task[dict[str, Any]]) -> None:
         self._swaps.discard(task)
+        self.fleet.swaps -= 1
         if not task.cancelled():
             task.exception()  # whoever asked may have left
 

@@ -166,8 +166,10 @@ async def test_a_worse_canary_is_taken_out_while_another_agent_is_swapped(rig: R
             canaries.observe(outcome(route=OLD, episode=f"old{n}"))
             canaries.observe(outcome(route=NEW, status=500, episode=f"new{n}"))
         assert not swap.done() and rig.aliases.resolve("router", mine) == OLD
+        assert rig.swapper.fleet.swaps == 1
         rig.engine.release.set()
         await asyncio.gather(swap, return_exceptions=True)
+        assert rig.swapper.fleet.swaps == 0
         await canaries.tick()
         assert rig.house.registry.canary("router") is None
         assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"

@@ -6,7 +6,11 @@ import asyncio
 import socket
 from contextlib import closing
 
+import uvicorn
+
 from marft_agents.serving import server
+from marft_agents.serving.fleet import Fleet
+from marft_agents.serving.listener import Listener
 
 
 async def test_small_writes_leave_at_once() -> None:
@@ -25,3 +29,17 @@ async def test_small_writes_leave_at_once() -> None:
             for each in (client, writer):
                 each.close()
                 await each.wait_closed()
+
+
+async def test_a_swap_under_way_is_waited_for() -> None:
+    async def app(*_: object) -> None:
+        """Nobody asks it."""
+
+    fleet, said = Fleet(()), list[str]()
+    config = uvicorn.Config(app, log_config=None)
+    listener = Listener(config, fleet, ready=lambda: None, say=said.append, stop_timeout_s=60)
+    fleet.stopping, fleet.swaps = True, 1
+    assert not await listener.on_tick(0)
+    fleet.swaps = 0
+    assert await listener.on_tick(1)
+    assert len(said) == 1
