@@ -171,10 +171,6 @@ class Aliases:
         """Take the share away; leases stay."""
         return self._splits.pop(agent, None)
 
-    def forget(self, agent: str) -> None:
-        """Take the agent's alias away."""
-        self._current.pop(agent, None)
-
     def release(self, episodes: Iterable[str]) -> int:
         """These episodes have ended; how many of them kept a version."""
         return self.leases.release(episodes)

@@ -1,7 +1,7 @@
-"""The engine as the gateway sees it: one async client, and what is known about its health.
+"""The engine as the gateway sees it: one async client.
 
-Invariant: a request whose client has gone is cancelled upstream. An engine that is gone, or that
-answers every request with an error, is reported as such and never as healthy.
+Invariant: a request whose client has gone is cancelled upstream. An engine that is gone, cannot be
+reached or is too slow is a refusal that says which.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.refusals import Refusal
 
-_FAILURES_UNTIL_UNWELL = 3
 _PASSED_ON = frozenset({b"accept", b"x-request-id", b"traceparent", b"tracestate"})
 _OWN = {"content-type": "application/json", "accept-encoding": "identity"}
 _LARGE = 1 << 20
 """Bytes of a body that are better not handed to the connection in one piece."""
-_ASK = aiohttp.ClientTimeout(total=5.0)
 
 
 def _never_dead() -> str | None:
@@ -82,7 +80,6 @@ class Upstream:
     ) -> None:
         self.url = root_url(url)
         self.death = death
-        self._failures = 0
         self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=5.0, sock_read=read_timeout_s
@@ -134,7 +131,6 @@ class Upstream:
                 response = await self._http.post(
                     url, data=data, headers=passed | _OWN, allow_redirects=False
                 )
-        self._failures = self._failures + 1 if response.status >= 500 else 0
         return Answer(response)
 
     async def read(self, answer: Answer, request: Request) -> bytes:
@@ -155,36 +151,12 @@ class Upstream:
         try:
             yield
         except TimeoutError as error:
-            self._failures += 1
             raise Refusal(504, "the engine gave no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
-            self._failures += 1
             self.require_alive()
             raise Refusal(
                 503, f"the engine behind this server cannot be reached ({_reason(error)})"
             ) from error
-
-    async def problem(self) -> str | None:
-        """Why the engine cannot be relied on right now; ``None`` when it can."""
-        if reason := self.death():
-            return f"the engine is gone: {reason}"
-        if self._failures >= _FAILURES_UNTIL_UNWELL:
-            return f"the engine failed the last {self._failures} requests"
-        try:
-            async with self._http.get(f"{self.url}/health", timeout=_ASK) as answer:
-                status = answer.status
-        except (aiohttp.ClientError, OSError) as error:
-            return f"the engine cannot be reached ({_reason(error)})"
-        return None if 200 <= status < 300 else f"the engine says it is not well (status {status})"
-
-    async def model_names(self) -> set[str]:
-        """Names that the engine lists; empty when it cannot be asked."""
-        try:
-            async with self._http.get(f"{self.url}/v1/models", timeout=_ASK) as answer:
-                listed: Any = await answer.json(content_type=None)
-            return {str(entry["id"]) for entry in listed["data"]}
-        except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
-            return set()
 
     async def stream(self, answer: Answer) -> AsyncIterator[bytes]:
         """Chunks as they come.
