@@ -172,6 +172,11 @@ class GatewayClient:
                 raise SwapError(error.detail) from error
             raise
         except NoAnswerError as error:
+            if error.timed_out:
+                raise ServerError(
+                    f"{error}; it goes on there, and what came of it says"
+                    f" marft-agents adapters list --server {self.url}"
+                ) from error
             raise ServerError(f"{error}; is marft-agents serve running at {self.url}?") from error
         result = json_object(answer)
         if sign not in result:
