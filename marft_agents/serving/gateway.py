@@ -20,20 +20,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp
 
-from marft_agents.errors import MarftError
 from marft_agents.serving.access import Access, Client
 from marft_agents.serving.admission import Admission, Ticket
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.answers import HANDLERS, Relay, is_stream
 from marft_agents.serving.bodies import parse_object, read_limited
 from marft_agents.serving.borders import Borders
-from marft_agents.serving.calls import NoAnswerError
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
 from marft_agents.serving.control import control_routes
+from marft_agents.serving.dispatch import Dispatch
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
 from marft_agents.serving.fields import Fields
-from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet, unready
+from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet
 from marft_agents.serving.health import monitoring_routes
 from marft_agents.serving.identity import caller_of, episode_of
 from marft_agents.serving.logs import log_swap, log_visit
@@ -43,17 +42,14 @@ from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.replica import Replica
 from marft_agents.serving.rewrite import StreamRewriter, on_the_wire, rewrite_json
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
-from marft_agents.serving.threads import in_thread
 from marft_agents.serving.upstream import Answer, WhileThere
 from marft_agents.serving.usage import StreamUsage, own_usage
 from marft_agents.serving.visits import Visits
 
 MAX_BODY = 32 * 1024 * 1024
-_HEALTH_S = 1.0
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
 
 
@@ -107,6 +103,7 @@ class Gateway:
         self.recording = recording
         self._announced = settings.announced()
         self.supervisor = supervisor
+        self._engines = Dispatch(self.fleet, swapper.keeper, supervisor)
         self.canaries = Canaries(swapper)
         self.observers = [
             self.canaries.observe,
@@ -236,7 +233,7 @@ class Gateway:
         try:
             own = own_usage(body)
             sent = on_the_wire(watch.outgoing(body) | {"model": route.name} | own)
-            response = await self._send(request, path, sent, passage)
+            response = await self._engines.send(request, path, sent, passage)
             passage.status = response.status_code
             headers = self._headers(response, route)
             watch.begin(response.status_code, Headers(headers))
@@ -296,74 +293,6 @@ class Gateway:
         else:
             message = f"no agent {asked!r} is served here; use one of the agents: {known}"
         raise Refusal(404, message, code="model_not_found")
-
-    async def _send(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
-        answer = await self._post(request, path, body, passage)
-        if answer.status_code != 404 or not await self._has_lost(passage):
-            return answer
-        await answer.aclose()
-        await self._regain(passage)
-        return await passage.replica.upstream.post(path, body, request)
-
-    async def _post(self, request: Request, path: str, body: bytes, passage: Passage) -> Answer:
-        """The engine's answer; for an engine that is dying, once that of another."""
-        first = passage.replica
-        try:
-            answer = await first.upstream.post(path, body, request)
-            if answer.status_code < 500:
-                return answer
-            other = self.fleet.another(first, passage.episode)
-            if other is None or not await self._is_dying(first):
-                return answer
-            await answer.aclose()
-        except Refusal as refusal:
-            if refusal.status != 503:
-                raise
-            if self.supervisor is not None:
-                self.supervisor.suspect(first)
-            other = self.fleet.another(first, passage.episode)
-            if other is None:
-                raise
-        passage.move(other)
-        return await other.upstream.post(path, body, request)
-
-    async def _is_dying(self, replica: Replica) -> bool:
-        """Whether an error of the engine is its last word; one that answers late is not dying."""
-        if self.supervisor is not None:
-            self.supervisor.suspect(replica)
-        if replica.upstream.death():
-            return True
-        try:
-            await in_thread(replica.loader.client.health, _HEALTH_S)
-        except NoAnswerError as error:
-            return not error.timed_out
-        except MarftError:
-            return True
-        return False
-
-    async def _has_lost(self, passage: Passage) -> bool:
-        """Whether the engine was restarted behind our back and knows no adapter any more."""
-        try:
-            listed = await in_thread(passage.replica.loader.listed)
-        except MarftError:
-            return False
-        return (passage.route.agent, passage.route.version) not in listed
-
-    async def _regain(self, passage: Passage) -> None:
-        """Let another replica answer, or this one when it has its adapters again."""
-        replica, keeper = passage.replica, self.swapper.keeper
-        other = self.fleet.another(replica, passage.episode)
-        if other is not None:
-            keeper.settle_later(replica)
-            passage.move(other)
-            return
-        try:
-            await keeper.settle(replica, [passage.route])
-        except MarftError as error:
-            raise unready(
-                f"the engine does not know {passage.route.name} and could not load it again:"
-                f" {error}"
-            ) from error
 
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
