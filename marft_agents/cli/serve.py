@@ -13,6 +13,7 @@ from marft_agents.cli._serve_help import ServeCommand
 from marft_agents.cli._serve_logs import log_options, logged
 from marft_agents.errors import ConfigError
 from marft_agents.registry import ALLOWED_MAX_RANKS
+from marft_agents.serving.client import checked_url
 from marft_agents.serving.commands import EngineKind
 from marft_agents.serving.leases import LEASE_TIMEOUT_S
 from marft_agents.serving.plan import ServeSettings
@@ -208,7 +209,7 @@ def command(**options: Any) -> None:
         chat_template=options["chat_template"],
         replicas=options["replicas"],
         gpus=_names(options["gpus"]),
-        servers=options["servers"],
+        servers=tuple(map(checked_url, options["servers"])),
         server_api_key=key_from(options["server_key_env"]),
         host=options["host"],
         port=options["port"],

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
+from urllib.parse import urlsplit
 
 import httpx
 
-from marft_agents.errors import ServerError
+from marft_agents.errors import ConfigError, ServerError
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 
 _POLL_S = 0.25
@@ -36,9 +37,37 @@ def _served_model(entry: dict[str, Any]) -> ServedModel:
     return ServedModel(str(entry.get("id")), root, parent)
 
 
+_HOW_WRITTEN = "write it as http://host:port"
+
+
 def root_url(url: str) -> str:
     """``http://host:port`` for an address given with or without ``/v1``."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def checked_url(url: str) -> str:
+    """An engine's address as it may be asked and said.
+
+    Raises:
+        ConfigError: it is none, or bears a password, which every message would repeat.
+    """
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        raise ConfigError(f"{_bare(url)!r} is no address; {_HOW_WRITTEN}") from None
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "an engine's address bears no user and no password; give the key of the engines with"
+            " --server-key-env NAME"
+        )
+    if not usable or parts.query or parts.fragment:
+        raise ConfigError(f"{_bare(url)!r} is no address of an engine; {_HOW_WRITTEN}")
+    return url
+
+
+def _bare(url: str) -> str:
+    return url.rpartition("@")[2][:80]
 
 
 class EngineClient:

@@ -101,6 +101,11 @@ def test_an_adapter_the_engine_would_refuse(io: Run, house: House) -> None:
         (["--agents", "base"], ["reserved adapter name 'base'"]),
         (["--agents", "A b,a-b"], ["both give the adapter name 'a-b'"]),
         (["--engine-python", "/no/python"], ["/no/python", "--engine local"]),
+        (["--server", "10.0.0.7:8000"], ["'10.0.0.7:8000' is no address", "http://host:port"]),
+        (["--server", "ftp://x"], ["'ftp://x' is no address", "http://host:port"]),
+        (["--server", "http://h:99999"], ["'http://h:99999' is no address"]),
+        (["--server", "http://h:1/?x=1"], ["is no address of an engine"]),
+        (["--server", "http://u:hush@h:1"], ["no password", "--server-key-env"]),
     ],
 )
 def test_settings_that_cannot_work(
@@ -109,6 +114,7 @@ def test_settings_that_cannot_work(
     arguments = ["serve", house.registry.root, "--model", house.base_dir, "--port", 0, *flags]
     code, err = run(*io, *arguments)
     _one_line(code, err, *parts)
+    assert "hush" not in err
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
