@@ -173,7 +173,11 @@ class Canaries(CanaryActions):
             return  # it was found worse meanwhile
         if plan.then == "promote":
             why = Change(plan.by, "canary --then promote", evidence=evidence)
-            await self._swap(agent, plan.version, why, False, None, locked=True)
+            done = await self._swap(agent, plan.version, why, False, None, locked=True)
+            if running.seen.verdict.worse:  # meanwhile: it goes back as one that is watched does
+                route, back = Route(agent, plan.version), Route(agent, done["from"])
+                self._watches[agent] = Watch(route, back, running.seen, self._now())
+                self._wake.set()
         elif plan.then == "stop":
             await self._stop(agent, change, now=False, locked=True)
 

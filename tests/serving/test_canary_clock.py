@@ -227,6 +227,17 @@ async def test_going_back_waits_for_room_in_the_engine(rig: Rig) -> None:
         assert rig.aliases.current("router") == 1
 
 
+def while_it_is_probed(rig: Rig, monkeypatch: pytest.MonkeyPatch, canaries: Canaries) -> None:
+    """Requests of v2 fail."""
+    loop, probe = asyncio.get_running_loop(), rig.replica.loader.probe
+
+    def meanwhile(manifest: AdapterManifest) -> ProbeReport:
+        loop.call_soon_threadsafe(seen, canaries, 500)
+        return probe(manifest)
+
+    monkeypatch.setattr(rig.replica.loader, "probe", meanwhile)
+
+
 async def test_a_canary_found_worse_while_its_share_is_changed_is_taken_out(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,17 +245,28 @@ async def test_a_canary_found_worse_while_its_share_is_changed_is_taken_out(
         await rig.closed(stack)
         canaries, bounds = rig.canaries(), Bounds(min_requests=20)
         await canaries.start("router", 2, 0.5, bounds=bounds, change=ME)
-        probe_again = rig.replica.loader.probe
-
-        def meanwhile(manifest: AdapterManifest) -> ProbeReport:
-            loop.call_soon_threadsafe(seen, canaries, 500)
-            return probe_again(manifest)
-
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(rig.replica.loader, "probe", meanwhile)
+        while_it_is_probed(rig, monkeypatch, canaries)
         with pytest.raises(SwapError, match="worse meanwhile"):
             await canaries.start("router", 2, 0.6, bounds=bounds, change=ME)
         await canaries.tick()
         assert rig.aliases.split("router") is None
         assert rig.house.registry.canary("router") is None
         assert rig.house.registry.audit("router")[-1]["action"] == "canary-rollback"
+
+
+async def test_a_canary_found_worse_while_it_is_promoted_goes_back(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        await rig.closed(stack)
+        canaries, bounds = rig.canaries(), Bounds(min_requests=20, for_s=100)
+        await canaries.start("router", 2, 0.5, bounds=bounds, then="promote", change=ME)
+        seen(canaries)
+        rig.now = 101.0
+        with monkeypatch.context() as patch:
+            while_it_is_probed(rig, patch, canaries)
+            await canaries.tick()
+        await canaries.tick()
+        assert rig.aliases.current("router") == 1
+        told = [line["action"] for line in rig.house.registry.audit("router")]
+        assert told[-2:] == ["promote", "rollback"]
