@@ -53,10 +53,17 @@ def _interrupt(_number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _hang_up(_number: int, _frame: object) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
 def main() -> None:
     """Entry point of the ``marft-agents`` command."""
     # A command that is asked to end cleans up after itself, whichever way it is asked.
     signal.signal(signal.SIGTERM, _interrupt)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        # Its terminal was closed; under nohup it goes on.
+        signal.signal(signal.SIGHUP, _hang_up)
     try:
         code = cli.main(prog_name="marft-agents", standalone_mode=False)
     except click.exceptions.Abort:

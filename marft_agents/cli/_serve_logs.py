@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import click
 
 from marft_agents.serving.log_lines import LEVELS, json_say, logging_to
 
+_log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -55,4 +57,16 @@ def logged(
     """
     kind = options["log_format"]
     with logging_to(kind, options["log_level"], options["log_file"]):
-        yield json_say(say) if kind == "json" else say
+        yield _heard_or_logged(json_say(say) if kind == "json" else say)
+
+
+def _heard_or_logged(say: Callable[[str], None]) -> Callable[[str], None]:
+    """A reader of stdout that left, or a full disk behind it, must not end the server."""
+
+    def told(text: str) -> None:
+        try:
+            say(text)
+        except (OSError, ValueError) as error:
+            _log.warning("stdout takes nothing (%s): %s", error, text)
+
+    return told

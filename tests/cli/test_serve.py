@@ -11,6 +11,7 @@ import pytest
 
 from marft_agents.cli import main
 from marft_agents.cli._serve_help import SECTIONS
+from marft_agents.cli._serve_logs import logged
 from marft_agents.cli.serve import command
 from marft_agents.registry import Registry, locks
 from tests.registry.bases import make_base
@@ -170,3 +171,16 @@ def test_help_names_every_flag(io: Run) -> None:
     text = capsys.readouterr().out
     for flag in ("--engine-python", "--server", "--agents", "--api-key-env", "--max-lora-rank"):
         assert flag in text
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_nobody_who_reads_stdout_is_no_reason_to_stop(kind: str, tmp_path: Path) -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    log = tmp_path / "serve.log"
+    options = {"log_format": kind, "log_level": "info", "log_file": log}
+    with logged(options, broken) as say:
+        say("engine-0 is back")
+    assert "stdout takes nothing" in log.read_text()
+    assert "engine-0 is back" in log.read_text()

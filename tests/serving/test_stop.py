@@ -66,15 +66,16 @@ def _text(lines: Iterator[str]) -> tuple[str, bool]:
     return said, whole
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stream_in_flight_ends_whole_and_new_requests_are_told_to_come_back(
-    house: House,
+    house: House, how: signal.Signals
 ) -> None:
     with _server(house) as server, httpx.Client(timeout=20) as http:
         pid, url = _pid(server), f"{server.base_url}/chat/completions"
         with http.stream("POST", url, json=BODY) as answer:
             lines = answer.iter_lines()
             next(lines)
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, how)
             while (new := httpx.post(url, json=BODY, timeout=10)).status_code == 200:
                 pass  # the signal is under way
             assert new.status_code == 503
