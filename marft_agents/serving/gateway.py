@@ -260,6 +260,9 @@ class Gateway:
         except ClientDisconnect:
             passage.left = True
             raise
+        except Exception:
+            passage.status = 500  # a mistake of our own is no good reply
+            raise
         finally:
             if not handed_over:
                 passage.end()
@@ -326,6 +329,9 @@ class Gateway:
                 # The status is out; an error event keeps this from looking like a whole reply.
                 error = b"data: " + bytes(refusal.response().body) + b"\n\n"
                 yield rewriter.broken() + error
+            except Exception as mistake:
+                passage.problem, passage.left = type(mistake).__name__, False
+                raise
 
         async def close() -> None:
             try:

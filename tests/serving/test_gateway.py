@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from marft_agents.serving import gateway
+from marft_agents.serving.canary import failed
+from marft_agents.serving.passage import Outcome
+from marft_agents.serving.rewrite import StreamRewriter
 from tests.serving.stage import LOOK_OFTEN, House, Stage, running_stage
 
 
@@ -141,6 +146,24 @@ def test_a_mistake_of_the_server_itself_is_an_answer_that_tells_nothing(
     assert answer.status_code == 500 and answer.headers["X-Request-Id"]
     assert answer.json()["error"]["type"] == "server_error" and "secret" not in answer.text
     assert stage.gateway.settings.admission.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_the_server_itself_spoils_is_no_good_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def mistaken(*_: object) -> bytes:
+        raise RuntimeError("of a secret")
+
+    outcomes: list[Outcome] = []
+    stage.gateway.observers.append(outcomes.append)
+    monkeypatch.setattr(gateway, "rewrite_json", mistaken)
+    monkeypatch.setattr(StreamRewriter, "feed", mistaken)
+    with contextlib.suppress(httpx.RemoteProtocolError):
+        assert stage.chat(stream=stream).status_code == 500
+    stage.wait(lambda: len(outcomes) == 1)
+    assert failed(outcomes[0]) is True
+    assert stage.gateway.fleet.in_flight == stage.gateway.settings.admission.in_flight == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff", b"[" * 4000])
