@@ -151,7 +151,9 @@ def _start_all(
                 say(f"starting {engine.name} on {plan.base.name} (log: {engine.log})")
                 engine.start()
             else:
-                replica.loader.client.wait_ready(min(_WAIT_FOR_SERVER_S, settings.start_timeout_s))
+                wait_s = min(_WAIT_FOR_SERVER_S, settings.start_timeout_s)
+                say(f"asking the engine at {replica.upstream.url} (for {wait_s:.0f} s at most)")
+                replica.loader.client.wait_ready(wait_s)
             _load(replica, plan, say, alone=len(replicas) == 1)
         except BaseException as error:  # raised below, in the thread that waits
             errors[replica.name] = error

@@ -144,7 +144,9 @@ def _check_started_here(settings: ServeSettings) -> None:
         flags += ["--max-loras"] if settings.max_loras is not None else []
         flags += ["--max-cpu-loras"] if settings.max_cpu_loras is not None else []
     if flags:
-        who = "the engine at --server runs already" if settings.servers else "--engine local"
+        who = (
+            "the engine at --server runs already" if settings.servers else "this is --engine local"
+        )
         raise ConfigError(
             f"{', '.join(flags)}: said of a vLLM that serve starts, but {who}; leave"
             f" {'it' if len(flags) == 1 else 'them'} out"
