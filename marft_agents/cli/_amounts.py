@@ -1,4 +1,4 @@
-"""Shares and durations on the command line: ``10%``, ``0.1``, ``30m``, ``90``."""
+"""Shares, durations and versions on the command line: ``10%``, ``0.1``, ``30m``, ``v7``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Finite(click.FloatRange):
         return number
 
 
-class Version(click.ParamType):
-    """The number of a version, as the commands print it: ``v7``, or ``7``."""
+def version_number(value: Any) -> int:
+    """A version as the commands print it, ``v7``, or ``7``; a type of option.
 
-    name = "version"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value).strip()
-        match = re.fullmatch(r"v?(\d{1,9})", text, re.ASCII)
-        if match is None or not (number := int(match[1])):
-            self.fail(f"{text!r} is no version; write it as 7 or v7", param, ctx)
-        return number
+    Raises:
+        click.BadParameter: it is none.
+    """
+    text = str(value).strip()
+    match = re.fullmatch(r"v?(\d{1,9})", text, re.ASCII)
+    if match is None or not (number := int(match[1])):
+        raise click.BadParameter(f"{text!r} is no version; write it as 7 or v7")
+    return number
 
 
 def share(value: Any) -> float:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import click
 
 from marft_agents.cli._adapters import agent_name, require_registry
-from marft_agents.cli._amounts import Version, duration, episodes, percent, share, span
+from marft_agents.cli._amounts import duration, episodes, percent, share, span, version_number
 from marft_agents.cli._moving import (
     adapters_option,
     bounds_options,
@@ -28,7 +28,7 @@ from marft_agents.serving.gateway_client import GatewayClient
 
 @click.command("canary")
 @click.argument("agent")
-@click.argument("version", required=False, type=Version())
+@click.argument("version", required=False, type=version_number)
 @click.option(
     "--share", type=share, metavar="SHARE", help="Share of the episodes that begin from now on."
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from marft_agents.cli._adapters import agent_name
-from marft_agents.cli._amounts import Version
+from marft_agents.cli._amounts import version_number
 from marft_agents.cli._moving import adapters_option, change_of, move, server_option
 from marft_agents.errors import ConfigError
 from marft_agents.registry import Registry
@@ -15,7 +15,7 @@ from marft_agents.registry import Registry
 
 @click.command("pin")
 @click.argument("agent")
-@click.argument("version", required=False, type=Version())
+@click.argument("version", required=False, type=version_number)
 @click.option("--remove", is_flag=True, help="Take the pin off.")
 @adapters_option
 @server_option

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from marft_agents.cli._adapters import agent_name
-from marft_agents.cli._amounts import Version, span
+from marft_agents.cli._amounts import span, version_number
 from marft_agents.cli._moving import (
     adapters_option,
     bounds_options,
@@ -24,7 +24,7 @@ from marft_agents.registry import Registry
 
 @click.command("promote")
 @click.argument("agent")
-@click.argument("version", type=Version())
+@click.argument("version", type=version_number)
 @adapters_option
 @server_option
 @now_option

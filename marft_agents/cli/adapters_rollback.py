@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from marft_agents.cli._adapters import agent_name
-from marft_agents.cli._amounts import Version
+from marft_agents.cli._amounts import version_number
 from marft_agents.cli._moving import (
     adapters_option,
     change_of,
@@ -21,7 +21,7 @@ from marft_agents.registry import Registry
 
 @click.command("rollback")
 @click.argument("agent")
-@click.option("--to", metavar="N", type=Version(), help="An earlier version that was in use.")
+@click.option("--to", metavar="N", type=version_number, help="An earlier version that was in use.")
 @adapters_option
 @server_option
 @evidence_options

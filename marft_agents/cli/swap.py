@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from marft_agents.cli._amounts import Version
+from marft_agents.cli._amounts import version_number
 from marft_agents.cli._moving import (
     adapters_option,
     change_of,
@@ -23,7 +23,7 @@ _DEFAULT_SERVER = "http://127.0.0.1:8000"
 @click.command(name="swap")
 @click.argument("agent")
 @adapters_option
-@click.option("--version", metavar="N", type=Version(), help="Default: the highest version.")
+@click.option("--version", metavar="N", type=version_number, help="Default: the highest version.")
 @click.option("--server", metavar="URL", default=_DEFAULT_SERVER, show_default=True)
 @click.option("--offline", is_flag=True, help="Only change the version in use; no server is told.")
 @now_option
