@@ -45,8 +45,11 @@ def root_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def checked_url(url: str) -> str:
-    """An engine's address as it may be asked and said.
+_ENGINE_KEY = "give the key of the engines with --server-key-env NAME"
+
+
+def checked_url(url: str, key: str = _ENGINE_KEY) -> str:
+    """A server's address as it may be asked and said; ``key`` says where its key belongs.
 
     Raises:
         ConfigError: it is none, or bears a password, which every message would repeat.
@@ -57,12 +60,9 @@ def checked_url(url: str) -> str:
     except ValueError:
         raise ConfigError(f"{_bare(url)!r} is no address; {_HOW_WRITTEN}") from None
     if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            "an engine's address bears no user and no password; give the key of the engines with"
-            " --server-key-env NAME"
-        )
+        raise ConfigError(f"the address of a server bears no user and no password; {key}")
     if not usable or parts.query or parts.fragment:
-        raise ConfigError(f"{_bare(url)!r} is no address of an engine; {_HOW_WRITTEN}")
+        raise ConfigError(f"{_bare(url)!r} is no address of a server; {_HOW_WRITTEN}")
     return url
 
 

@@ -15,7 +15,7 @@ from marft_agents.errors import ConfigError, ServerError, SwapError
 from marft_agents.registry import Bounds, Change
 from marft_agents.registry.canary import Then
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
-from marft_agents.serving.client import root_url
+from marft_agents.serving.client import checked_url, root_url
 from marft_agents.serving.control import read_operator_key
 
 _AT_ONCE = 5000
@@ -25,7 +25,7 @@ class GatewayClient:
     """Operator's client; the key is given, or read from the server's adapters folder.
 
     Raises:
-        ConfigError: when neither gives a key.
+        ConfigError: when neither gives a key, or ``url`` is no address.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GatewayClient:
         timeout_s: float = 30.0,
         swap_timeout_s: float = 300.0,
     ) -> None:
-        self.url = root_url(url)
+        self.url = root_url(checked_url(url, "its key is read from its folder (--adapters)"))
         self.timeout_s = timeout_s
         self.swap_timeout_s = swap_timeout_s
         key = operator_key or read_operator_key(Path(adapters_dir or "adapters"))

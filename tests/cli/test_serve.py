@@ -105,7 +105,7 @@ def test_an_adapter_the_engine_would_refuse(io: Run, house: House) -> None:
         (["--server", "10.0.0.7:8000"], ["'10.0.0.7:8000' is no address", "http://host:port"]),
         (["--server", "ftp://x"], ["'ftp://x' is no address", "http://host:port"]),
         (["--server", "http://h:99999"], ["'http://h:99999' is no address"]),
-        (["--server", "http://h:1/?x=1"], ["is no address of an engine"]),
+        (["--server", "http://h:1/?x=1"], ["is no address of a server"]),
         (["--server", "http://u:hush@h:1"], ["no password", "--server-key-env"]),
     ],
 )
