@@ -206,6 +206,8 @@ class Clients:
         self.agents = agents
         self.max_tokens = max_tokens
         self.answers: list[Answer] = []
+        self.ended: list[str] = []
+        """Episodes that are over."""
         self._stop = asyncio.Event()
         self._count = count
         self._episodes = itertools.count()
@@ -224,6 +226,8 @@ class Clients:
         left = 0
         while not self._stop.is_set():
             if left == 0:
+                if episode is not None:
+                    self.ended.append(episode)
                 left = draw.randint(1, 4)
                 episode = f"e{next(self._episodes)}" if number % 4 < 2 else None
             left -= 1

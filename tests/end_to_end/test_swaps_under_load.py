@@ -40,6 +40,8 @@ async def swap_under_load(
             while len(clients.answers) < answered + 2 * CLIENTS and not asking.done():
                 await asyncio.sleep(0.01)
             agent, version = AGENTS[number % len(AGENTS)], 2 + number // len(AGENTS)
+            ended, clients.ended = clients.ended, []
+            await asyncio.to_thread(operator.release, ended)
             change = Change(evidence={"reason": "under load"})
             done.append(await asyncio.to_thread(operator.swap, agent, version, change))
             states.append(await asyncio.to_thread(operator.state))
@@ -49,6 +51,10 @@ async def swap_under_load(
         clients.stop()
         await asking
     return done, states
+
+
+def memory_of_the_server() -> int:
+    return resident_bytes(family(os.getpid()))
 
 
 def check_replies(versions: Versions, answers: list[Answer]) -> None:
@@ -72,7 +78,7 @@ def check_episodes(answers: list[Answer]) -> None:
 def test_swaps_under_load_fail_nothing_and_mix_nothing(tmp_path: Path, engine: str) -> None:
     versions = Versions(tmp_path, AGENTS, each=2 + (SWAPS - 1) // len(AGENTS))
     extra = ["--engine", engine, "--max-lora-rank", "8", "--max-model-len", "512"]
-    extra += ["--lease-timeout", "2"]
+    extra += ["--lease-timeout", "60"]
     adapters = versions.registry.root
     with ServerProcess(adapters, model=versions.model, extra=extra) as server:
         clients = Clients(server.url, AGENTS, CLIENTS, max_tokens=16)
