@@ -91,6 +91,7 @@ def episode_routes(
         if detail is not None and not isinstance(detail, str):
             raise Refusal(422, "detail is a text, or left out")
         live = episodes.end(name, cast("EndReason", reason), detail)
+        await recording.written()
         return JSONResponse(_state(live))
 
     async def reward(request: Request) -> Response:
@@ -115,6 +116,7 @@ def episode_routes(
                 f"the reward is refused: {event.refused}; send a finite number, a truth value, or"
                 " null for not scored, and names as text",
             )
+        await recording.written()
         live = episodes.get(name)
         known = live is not None and turn_id in (None, *live.turn_ids())
         return JSONResponse({"episode": name, "value": event.value, "known": known})
@@ -152,6 +154,7 @@ def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
             give_edit(recording.core, name, turn_id, text, editor)
         else:
             live.edit(turn_id, text, editor)
+        await recording.written()
         known = live is not None and turn_id in live.turn_ids()
         return JSONResponse({"episode": name, "turn_id": turn_id, "known": known})
 
@@ -165,6 +168,7 @@ def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
         if live is None:
             raise Refusal(404, f"no episode {name!r} has begun at this server")
         live.human(speaker or None, text)
+        await recording.written()
         return JSONResponse({"episode": name})
 
     return [

@@ -22,12 +22,14 @@ from marft_agents.schema import Episode, JsonDict
 from marft_agents.serving.episodes import Episodes, GatewayEpisode
 from marft_agents.serving.identity import Caller, caller_of
 from marft_agents.serving.refusals import Refusal, bearer_token, require_own_origin, split_key
+from marft_agents.serving.threads import in_thread
 from marft_agents.serving.tool_results import note_tools
 from marft_agents.serving.watch import HttpCall, Recorded, Watch
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 _SWEEP_S = 15.0
+_FLUSH_S = 2.0
 
 
 def _not_recorded(reason: str) -> Watch:
@@ -91,6 +93,13 @@ class Recording:
         secret, _ = split_key(bearer_token(request) or "")  # kept out of what errors quote
         asked = httpx.Request("POST", url, headers=[(b"authorization", secret.encode("latin-1"))])
         return Recorded(episode, call, Exchange(call, asked, body))
+
+    async def written(self) -> None:
+        """Return when all that was logged so far is on disk, or when that takes too long.
+
+        What a client was told to be logged, or ended, another program may read at once.
+        """
+        await in_thread(self.recorder.flush, _FLUSH_S)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

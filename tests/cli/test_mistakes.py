@@ -127,7 +127,7 @@ def test_a_swap_that_only_seems_to_have_happened(
 
 
 def test_an_empty_address_or_function_is_not_no_address(run: Callable[..., str]) -> None:
-    assert "cannot reach" in run(*finetune(""))
+    assert "is no address of a server" in run(*finetune(""))
     assert "--reward takes" in run("finetune", "logs", "--model", "m", "--reward", "")
 
 

@@ -89,7 +89,7 @@ def test_case_27a_no_call_waits_for_an_engine_that_never_answers(name: str) -> N
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with (
-            EngineClient(url, timeout_s=0.1, load_timeout_s=0.1) as client,
+            EngineClient(url, timeout_s=0.1, load_timeout_s=0.1, probe_timeout_s=0.1) as client,
             pytest.raises(ServerError, match=r"no answer within|not ready within"),
         ):
             CALLS[name](client)
