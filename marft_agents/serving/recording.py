@@ -97,9 +97,15 @@ class Recording:
     async def written(self) -> None:
         """Return when all that was logged so far is on disk, or when that takes too long.
 
-        What a client was told to be logged, or ended, another program may read at once.
+        What a client was told to be logged, or ended, another program may read at once. The
+        client is not kept waiting for a slow disk, which is said instead.
         """
-        await in_thread(self.recorder.flush, _FLUSH_S)
+        if not await in_thread(self.recorder.flush, _FLUSH_S):
+            self.core.safety.warn_once(
+                ("slow", "log"),
+                f"marft-agents: the log was not on disk after {_FLUSH_S:g} s; what clients are told"
+                " to be logged may not be readable yet, and would be lost with this process",
+            )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

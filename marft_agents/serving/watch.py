@@ -1,8 +1,8 @@
 """One recorded request on its way through the gateway.
 
 Invariant: what fails here never fails the request. The engine is asked for token ids and
-log-probabilities; of these the client sees what it asked for itself. A turn is logged before the
-client can act on its reply.
+log-probabilities; of these the client sees what it asked for itself. A turn is handed to the
+log before the client can act on its reply, and is on disk a moment later.
 """
 
 from __future__ import annotations

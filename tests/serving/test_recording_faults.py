@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from marft_agents.recording import MarftRecorder
+from marft_agents.serving.recording import Recording
 from marft_agents.testing import BrokenLog
 from tests.serving.recording_kit import CHAT, HELLO, RecordingStage, recording_stage
 from tests.serving.stage import House
@@ -168,3 +171,18 @@ def test_secrets_in_prompts_are_masked_in_the_log_only(desk: RecordingStage) -> 
     (turn,) = desk.turns
     assert "abcdefghijkl" not in turn.model_dump_json()
     assert turn.redacted and not turn.trainable
+
+
+async def test_a_log_that_is_slow_to_write_keeps_no_client_waiting_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording = Recording(MarftRecorder(tmp_path, inject="always", raise_errors=False))
+    await recording.written()
+    assert "not on disk" not in caplog.text
+
+    def late(_timeout: float) -> bool:
+        return False
+
+    monkeypatch.setattr(recording.recorder, "flush", late)
+    await recording.written()
+    assert "the log was not on disk after 2 s" in caplog.text
