@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 if TYPE_CHECKING:
     _Base: Any = object
 else:
-    _Base = AutoHTTPProtocol
+    _Base = HttpToolsProtocol
 
 HEAD_TIMEOUT_S = 20.0
 READER_TIMEOUT_S = 300.0
@@ -26,7 +26,7 @@ _MOST_CONNECTIONS = 8192
 
 
 class PatientProtocol(_Base):
-    """uvicorn's protocol, whichever parser it has, with a limit to its patience."""
+    """uvicorn's protocol on its quick parser, with a limit to its patience."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
@@ -38,18 +38,20 @@ class PatientProtocol(_Base):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._head_is_here()
-            return
-        self._unread += len(data)
-        if self._unread > MAX_UNREAD:
-            self._close()
-        elif self._head_timer is None:
+        if self._head_timer is not None:
+            self._unread += len(data)
+            if self._unread > MAX_UNREAD:
+                self._close()
+
+    def on_message_begin(self) -> None:
+        """The parser saw the first byte of a request, perhaps behind one that is not answered yet."""
+        super().on_message_begin()
+        if self._head_timer is None:
             self._wait_for_head()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._unread = 0
+    def on_headers_complete(self) -> None:
+        self._head_is_here()
+        super().on_headers_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -64,14 +66,23 @@ class PatientProtocol(_Base):
         self._reader_reads()
         super().connection_lost(exc)
 
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _wait_for_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _head_is_here(self) -> None:
         self._unread = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_for_head()  # the answer before it goes first
+        else:
+            self._close()
 
     def _reader_reads(self) -> None:
         if self._reader_timer is not None:

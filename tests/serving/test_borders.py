@@ -155,7 +155,7 @@ def test_a_connection_that_sends_no_whole_head_is_closed(
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with running_stage(house) as stage:
-        for parts in ((), (b"GET /v1/mod",), (whole, b"GET /")):
+        for parts in ((), (b"GET /v1/mod",), (whole, b"GET /"), (whole + b"GET /",)):
             assert _closed_after(stage, *parts) < 3
         # A reply that takes longer than a head may is not a slow head, nor is what comes after it.
         stage.engine.delay_s = 0.6
