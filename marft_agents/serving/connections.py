@@ -44,7 +44,7 @@ class PatientProtocol(_Base):
                 self._close()
 
     def on_message_begin(self) -> None:
-        """The parser saw the first byte of a request, perhaps behind one that is not answered yet."""
+        """The first byte of a request, perhaps behind one that is not answered yet."""
         super().on_message_begin()
         if self._head_timer is None:
             self._wait_for_head()
