@@ -133,6 +133,7 @@ class Summary:
         }
 
 
+NO_TURN = "none of its turns can be trained on"
 _REWARD_KINDS = ("numbers", "empty", "refused")
 
 
@@ -147,13 +148,17 @@ def summarise(reader: LogReader) -> Summary:
 
 def left_out_reason(episode: Episode) -> str | None:
     """Why an episode is left out, the same for all that are left out for the same reason."""
-    # What is in brackets differs from episode to episode.
-    return (episode.untrainable_reason or "").split(" (", 1)[0] or None
+    if episode.untrainable_reason is not None:
+        # What is in brackets differs from episode to episode.
+        return episode.untrainable_reason.split(" (", 1)[0]
+    if all(turn.untrainable_reason is not None for turn in episode.turns):
+        return NO_TURN
+    return None
 
 
 def turn_reason(turn: Turn, episode_reason: str | None) -> str | None:
     """Why a turn is left out: its own reason, or that its episode is."""
-    if turn.untrainable_reason is not None or episode_reason is None:
+    if turn.untrainable_reason is not None or episode_reason in (None, NO_TURN):
         return turn.untrainable_reason
     return f"its episode is left out: {episode_reason}"
 

@@ -118,8 +118,13 @@ def test_the_summary_as_json(logs: Path) -> None:
     assert seen["episodes"] == {
         "total": 5,
         "scored": 2,
-        "trainable": 2,
-        "left_out": {"no reward, the episode failed": 1, "no reward": 1, "refused reward": 1},
+        "trainable": 1,
+        "left_out": {
+            "no reward, the episode failed": 1,
+            "no reward": 1,
+            "refused reward": 1,
+            "none of its turns can be trained on": 1,
+        },
         "ended": {"failed": 2, "truncated": 1, "terminated": 1, "not ended": 1},
         "incomplete": 1,
         "unknown": [],
