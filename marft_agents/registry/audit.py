@@ -1,8 +1,8 @@
 """Who changed which agent's adapter, when, and on which evidence.
 
-Invariant: lines are only ever appended, each flushed before the call returns. A line that a crash
-tore is skipped by readers and never swallows the next one. ``current`` is the version in use after
-the line, so every move of ``CURRENT`` is one line in which it changes.
+Invariant: lines are only ever appended, each flushed before the change that it tells of is called
+done. A line that a crash tore is skipped by readers and never swallows the next one. ``current`` is
+the version in use after the line, so every move of ``CURRENT`` is one line in which it changes.
 """
 
 from __future__ import annotations
@@ -76,11 +76,19 @@ class AuditLog:
         }
         return json.loads(json.dumps(entry, default=str))
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line."""
+    def write(self, entry: Mapping[str, Any], *, flush: bool = True) -> None:
+        """Append one line; without ``flush`` a power cut may take it until ``flush`` is called."""
         line = json.dumps(entry, ensure_ascii=False)
         # What no encoding has becomes an escape that JSON reads back.
-        durable.append_line(self.path, line.encode("utf-8", "backslashreplace"))
+        data = line.encode("utf-8", "backslashreplace")
+        if flush:
+            durable.append_line(self.path, data)
+        else:
+            durable.append_line(self.path, data, flush=False)
+
+    def flush(self) -> None:
+        """Make every line survive a power cut."""
+        durable.flush_file(self.path)
 
     def entries(self, agent: str | None = None) -> list[dict[str, Any]]:
         """Every readable line (of one agent), oldest first."""

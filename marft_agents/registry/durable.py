@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 
@@ -96,7 +96,33 @@ def create_file(path: Path, data: bytes) -> bool:
     return True
 
 
-def append_line(path: Path, line: bytes) -> None:
+def write_files(files: Mapping[Path, bytes]) -> None:
+    """Write new files of one folder and flush them: all, or on an error none is left.
+
+    They are flushed after the last was written, which takes about as long as flushing one.
+    """
+    try:
+        for path, data in files.items():
+            path.write_bytes(data)
+        for path in files:
+            flush_file(path)
+        fsync_folder(next(iter(files)).parent)
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def flush_file(path: Path) -> None:
+    """Make what was written to a file survive a power cut."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def append_line(path: Path, line: bytes, *, flush: bool = True) -> None:
     """Append one line and flush it; a torn last line stays a line of its own."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -108,7 +134,8 @@ def append_line(path: Path, line: bytes) -> None:
         rest = (b"\n" if torn else b"") + line + b"\n"
         while rest:
             rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
+        if flush:
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from marft_agents.errors import AdapterError, RegistryError
-from marft_agents.registry import durable
 from marft_agents.registry.audit import AuditLog, in_use
 from marft_agents.registry.canary import CANARY_FILE, CanaryPlan, read_canary
+from marft_agents.registry.checksums import Checksums
 from marft_agents.schema import AdapterManifest, adapter_slug
 
 MANIFEST_FILE = "manifest.json"
@@ -46,6 +47,7 @@ class RegistryReader:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self._audit = AuditLog(self.root / AUDIT_FILE)
+        self._checksums = Checksums()
 
     def agents(self) -> list[str]:
         """Agents with at least one published version, sorted.
@@ -95,7 +97,7 @@ class RegistryReader:
         plan = read_canary(self._folder(slug) / CANARY_FILE)
         if plan is None or plan.version == self._current_or_none(slug):
             return None
-        if plan.version not in self.versions(slug):
+        if not self._has(slug, plan.version):
             raise RegistryError(
                 f"{self._folder(slug) / CANARY_FILE} names version {plan.version}, which is gone;"
                 f" marft-agents adapters canary {slug} --stop takes it away"
@@ -184,18 +186,28 @@ class RegistryReader:
             AdapterError: naming the file that is missing, cut or changed.
         """
         manifest = self.manifest(agent, version)
-        folder = self.path(agent, version)
+        self.verify_files(manifest)
+        return manifest
+
+    def verify_files(self, manifest: AdapterManifest, only: Collection[str] | None = None) -> None:
+        """Compare a version's files, or ``only`` some, with the checksums of its manifest.
+
+        Raises:
+            AdapterError: naming the file that is missing, cut or changed.
+        """
+        folder = self.path(manifest.agent, manifest.version)
         for name, wanted in manifest.files.items():
             require_plain_name(folder, name)
+            if only is not None and name not in only:
+                continue
             file = folder / name
             if not file.is_file():
                 raise AdapterError(f"{file} is gone; published folders must not be changed")
-            if durable.sha256_file(file) != wanted:
+            if self._checksums.of(file) != wanted:
                 raise AdapterError(
                     f"{file} is not the file that was published (its checksum differs);"
                     " publish the adapter again as a new version"
                 )
-        return manifest
 
     def audit(self, agent: str | None = None) -> list[dict[str, Any]]:
         """Every readable line of ``audit.jsonl`` (about one agent), oldest first."""
@@ -228,6 +240,9 @@ class RegistryReader:
                 " --force, which ends it"
             )
 
+    def _has(self, agent: str, version: int) -> bool:
+        return (self._folder(agent) / folder_name(version) / MANIFEST_FILE).is_file()
+
     def _folder(self, agent: str) -> Path:
         return self.root / adapter_slug(agent)
 
@@ -253,9 +268,9 @@ class RegistryReader:
                 f"cannot read {path} ({error}); it must be a file that names a version,"
                 f" as {folder_name(1)}"
             ) from error
-        match = re.fullmatch(r"v0*([1-9][0-9]*)", text)
-        versions = self.versions(agent)
-        if match is None or int(match[1]) not in versions:
+        match = re.fullmatch(r"v0*([1-9][0-9]{0,9})", text)
+        if match is None or not self._has(agent, int(match[1])):
+            versions = self.versions(agent)
             raise RegistryError(
                 f"{path} says {text[:40]!r}, which is no published version (there are"
                 f" {versions or 'none'}); write one of them into it, as"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -35,6 +34,7 @@ from marft_agents.registry.check import (
     AdapterFacts,
     inspect_adapter,
 )
+from marft_agents.registry.moving import Move, prepared_line, remove_left
 from marft_agents.registry.reader import (
     CURRENT_FILE,
     MANIFEST_FILE,
@@ -45,8 +45,6 @@ from marft_agents.registry.reader import (
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe, adapter_slug
 
 CARD_FILE = "README.md"
-_MOVING_FILE = ".moving"
-"""The line of the trail that goes with a move, while ``CURRENT`` is being replaced."""
 _STAGING = ".staging-"
 _STALE_AFTER_S = 3600.0
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY}
@@ -139,6 +137,60 @@ class Registry(RegistryReader):
         self.path(slug, version)
         with self.changing(slug):
             return self._move(slug, version, change)
+
+    def prepare_move(self, agent: str, version: int, change: Change) -> Move:
+        """Write down beforehand what :meth:`commit_move` needs on disk; nothing moves yet.
+
+        Whoever prepares a move commits it and finishes it, or discards it.
+
+        Raises:
+            RegistryError: as :meth:`move` would.
+        """
+        slug = adapter_slug(agent)
+        self.path(slug, version)
+        with self.changing(slug):
+            return self._prepare(slug, version, change)
+
+    def commit_move(self, move: Move, evidence: Mapping[str, Any]) -> None:
+        """Make the version of a prepared move the one in use; the move is then to be finished.
+
+        ``CURRENT`` is on disk afterwards, and others cannot change the registry until the move is
+        finished. On an error nothing has moved.
+
+        Args:
+            evidence: what was learnt since it was prepared.
+
+        Raises:
+            RegistryError: as :meth:`move` would, for what others changed since it was prepared.
+        """
+        slug = move.agent
+        try:
+            move.held.enter_context(locks.changing(self.root))
+            if not (move.standing and self.current(slug) == move.before):
+                move.take_away()
+                self._settle(slug)
+                anew = self._prepare(slug, move.version, move.change)
+                move.new, move.before = anew.new, anew.before
+            move.change = replace(move.change, evidence={**move.change.evidence, **evidence})
+            self._commit(move, flush=False)
+        except BaseException:
+            self.discard_move(move)
+            raise
+
+    def finish_move(self, move: Move) -> None:
+        """Wait until the line of a move that was committed is on disk, too.
+
+        Raises:
+            OSError: the disk fails; the next change makes up for a line that is lost then.
+        """
+        with move.held:
+            self._audit.flush()
+            self._clean_up(move)
+
+    def discard_move(self, move: Move) -> None:
+        """Leave nothing of a move that was prepared and is not wanted any more."""
+        with move.held, contextlib.suppress(OSError):  # the next change takes away what is left
+            move.take_away()
 
     def rollback(self, agent: str, change: Change | None = None, *, to: int | None = None) -> int:
         """Go back to the version that was in use before, or to an earlier one; returns it.
@@ -331,49 +383,68 @@ class Registry(RegistryReader):
     def _settle(self, slug: str) -> None:
         """Add the line of a move that a crash or somebody's editor left without one."""
         folder = self.root / slug
-        entries, now = self._audit.entries(slug), self._current_or_none(slug)
-        moving = folder / _MOVING_FILE
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            entry: Any = json.loads(moving.read_bytes())
-            if entry["to"] == now and entry not in entries:
-                self._audit.write(entry)
-                entries.append(entry)
-        for left in (moving, *folder.glob(f".{CURRENT_FILE}-*"), *folder.glob(f"{_MOVING_FILE}-*")):
-            left.unlink(missing_ok=True)
-        told = in_use(entries)[-1:]
+        told, now = in_use(self._audit.entries(slug))[-1:], self._current_or_none(slug)
         if now is not None and now not in told:
-            why = {"reason": "CURRENT was changed without a line in this trail"}
-            before = next(iter(told), None)
-            self.note("found", slug, before, now, Change("unknown", evidence=why))
+            entry = prepared_line(folder, now)
+            if entry is not None:
+                self._audit.write(entry)
+            else:
+                why = {"reason": "CURRENT was changed without a line in this trail"}
+                before = next(iter(told), None)
+                self.note("found", slug, before, now, Change("unknown", evidence=why))
+        remove_left(folder)
 
     def _move(self, slug: str, version: int, change: Change) -> int | None:
+        move = self._prepare(slug, version, change)
+        try:
+            self._commit(move, flush=True)
+        finally:
+            move.take_away()
+        self._clean_up(move)
+        return move.before
+
+    def _prepare(self, slug: str, version: int, change: Change) -> Move:
         self.path(slug, version)
-        before = self.current(slug)
-        if before == version:
-            return before
+        move = Move(self.root / slug, version, self.current(slug), change)
+        if move.before != version:
+            back = change.action == "rollback"
+            self.require_movable(slug, version, force=change.force, back=back)
+            move.write(
+                self._audit.entry(change.action, slug, move.before, version, version, change)
+            )
+        return move
+
+    def _commit(self, move: Move, *, flush: bool) -> None:
+        """Replace ``CURRENT`` and write the line, or change nothing."""
+        if move.new is None:
+            return
+        slug, version, change = move.agent, move.version, move.change
         back = change.action == "rollback"
+        self.path(slug, version)
         self.require_movable(slug, version, force=change.force, back=back)
         pinned = self.pinned(slug) if change.force else None
         if pinned not in (None, version):
             change = replace(change, evidence={**change.evidence, "unpinned": pinned})
+            move.unpins = True
         canary = self._canary_or_none(slug)
         if canary is None or canary.version != version:
             why = {"reason": f"{slug} goes to version {version}"}
             self._end_canary(slug, replace(change, evidence=why))
-        entry = self._audit.entry(change.action, slug, before, version, version, change)
-        moving, pointer = (self.root / slug / name for name in (_MOVING_FILE, CURRENT_FILE))
-        try:
-            durable.replace_file(moving, json.dumps(entry).encode())
-            with durable.restored_on_error(pointer):
-                durable.replace_file(pointer, f"{folder_name(version)}\n".encode())
-                self._audit.write(entry)
-        finally:
-            moving.unlink(missing_ok=True)
-        if pinned not in (None, version):
-            (self.root / slug / PINNED_FILE).unlink()
+        entry = self._audit.entry(change.action, slug, move.before, version, version, change)
+        pointer = self.root / slug / CURRENT_FILE
+        with durable.restored_on_error(pointer):
+            os.replace(move.new, pointer)
+            durable.fsync_folder(pointer.parent)
+            self._audit.write(entry, flush=flush)
+
+    def _clean_up(self, move: Move) -> None:
+        if move.new is None:
+            return
+        move.take_away()
+        if move.unpins:
+            (move.folder / PINNED_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a canary that is in use by now is none, to any reader
-            (self.root / slug / CANARY_FILE).unlink(missing_ok=True)
-        return before
+            (move.folder / CANARY_FILE).unlink(missing_ok=True)
 
     def _canary_or_none(self, slug: str) -> CanaryPlan | None:
         with contextlib.suppress(RegistryError):

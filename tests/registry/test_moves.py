@@ -117,9 +117,11 @@ def test_a_current_changed_by_hand_is_noted_by_the_next_change(registry: Registr
 @pytest.mark.parametrize(
     ("patch", "current"),
     [
-        ("durable.replace_file = die_after(0)", 1),
-        ("durable.replace_file = die_after(1)", 1),
-        ("os.replace = die_after(1)", 1),
+        ("durable.write_files = die_after(0)", 1),
+        ("durable.flush_file = die_after(1)", 1),
+        ("os.fsync = die_after(2)", 1),
+        ("os.replace = die_after(0)", 1),
+        ("os.fsync = die_after(3)", 3),
         ("durable.append_line = die_after(0)", 3),
         ("os.fsync = die_after(4)", 3),
     ],
