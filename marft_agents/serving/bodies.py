@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, cast
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.stepping import Done, begin
 
 MAX_DEPTH = 100
 MAX_VALUES = 2_000_000
@@ -40,21 +43,33 @@ async def read_limited(
         raise refusal
     parts: list[bytes] = []
     size = 0
-    stream = request.stream()
+    until = math.inf
+    while True:
+        waiting = begin(request.receive())
+        if isinstance(waiting, Done):  # it is here, as most bodies are when they are looked for
+            message = waiting.result
+        else:
+            now = asyncio.get_running_loop().time()
+            until = min(until, now + READ_TIMEOUT_S)
+            message = await _in_time(waiting, min(STALL_TIMEOUT_S, until - now))
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise refusal
+        if part:
+            if spend is not None:
+                spend(len(part))
+            parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _in_time(waiting: Awaitable[Message], seconds: float) -> Message:
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            while True:
-                async with asyncio.timeout(STALL_TIMEOUT_S):
-                    part = await anext(stream, None)
-                if part is None:
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
-                size += len(part)
-                if size > limit:
-                    raise refusal
-                if part:
-                    if spend is not None:
-                        spend(len(part))
-                    parts.append(part)
+        async with asyncio.timeout(seconds):
+            return await waiting
     except TimeoutError:
         raise Refusal(408, "the request body did not arrive in time") from None
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from marft_agents.serving.scope import WRITE
 
 if TYPE_CHECKING:
     _Base: Any = object
@@ -52,6 +55,8 @@ class PatientProtocol(_Base):
     def on_headers_complete(self) -> None:
         self._head_is_here()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope[WRITE] = _writer(self.cycle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -92,6 +97,23 @@ class PatientProtocol(_Base):
     def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def _writer(cycle: Any) -> Callable[[bytes], bool]:
+    """Sends a part of a body that has begun, at once; whether it could.
+
+    It cannot where there is something to wait for, or no client any more.
+    """
+    flow, transport = cycle.flow, cycle.transport
+
+    def write(body: bytes) -> bool:
+        ready = cycle.chunked_encoding and not (flow.write_paused or cycle.disconnected)
+        if not ready or cycle.response_complete:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    return write
 
 
 def connection_limit() -> int:

@@ -17,7 +17,7 @@ from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.replica import Replica
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.threads import in_thread
-from marft_agents.serving.upstream import Answer
+from marft_agents.serving.wire import Answer
 
 _HEALTH_S = 1.0
 
@@ -40,7 +40,7 @@ class Dispatch:
         answer = await self._post(request, path, body, passage)
         if answer.status_code != 404 or not await self._has_lost(passage):
             return answer
-        await answer.aclose()
+        answer.close()
         await self._regain(passage)
         return await passage.replica.upstream.post(path, body, request)
 
@@ -54,7 +54,7 @@ class Dispatch:
             other = self._fleet.another(first, passage.episode)
             if other is None or not await self._is_dying(first):
                 return answer
-            await answer.aclose()
+            answer.close()
         except Refusal as refusal:
             if refusal.status != 503:
                 raise

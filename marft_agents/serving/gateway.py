@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from marft_agents.serving.access import Access, Client
 from marft_agents.serving.admission import Admission, Ticket
 from marft_agents.serving.aliases import Aliases, Route
-from marft_agents.serving.answers import HANDLERS, Relay, is_stream
+from marft_agents.serving.answers import HANDLERS, Direct, Relay, is_stream
 from marft_agents.serving.bodies import parse_object, read_limited
 from marft_agents.serving.borders import Borders
 from marft_agents.serving.canary_swap import Canaries
@@ -45,9 +45,11 @@ from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.rewrite import StreamRewriter, on_the_wire, rewrite_json
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
-from marft_agents.serving.upstream import Answer, WhileThere
+from marft_agents.serving.translation import Translation
+from marft_agents.serving.upstream import WhileThere
 from marft_agents.serving.usage import StreamUsage, own_usage
 from marft_agents.serving.visits import Visits
+from marft_agents.serving.wire import Answer
 
 MAX_BODY = 32 * 1024 * 1024
 _KEPT_HEADERS = ("content-type", "x-request-id", "cache-control")
@@ -143,9 +145,11 @@ class Gateway:
         ]
         app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=lifespan)
         app.router.redirect_slashes = False
+        direct = Direct(app, {("POST", path): self._generate for path in (CHAT, TEXT)})
         settings = self.settings
-        app.add_middleware(Borders, loopback=settings.loopback, names=settings.allowed_hosts)
-        return self.visits.around(app)
+        return self.visits.around(
+            Borders(direct, loopback=settings.loopback, names=settings.allowed_hosts)
+        )
 
     def _recording_routes(self) -> Sequence[HttpRoute]:
         if self.recording is None:
@@ -175,7 +179,7 @@ class Gateway:
         return JSONResponse({"object": "list", "data": data})
 
     async def _generate(self, request: Request) -> Response:
-        return await self._serve(request, TEXT if request.url.path == TEXT else CHAT)
+        return await self._serve(request, TEXT if request.scope["path"] == TEXT else CHAT)
 
     async def _serve(self, request: Request, path: str) -> Response:
         """Answer from the engine's ``path``."""
@@ -239,14 +243,18 @@ class Gateway:
             watch.begin(response.status_code, Headers(headers))
             headers |= watch.headers
             try:
+                upstream = passage.replica.upstream
                 if is_stream(response):
-                    handed_over = passage.streamed = True
                     usage = StreamUsage(passage.counted, ours=bool(own))
-                    return self._relay(response, passage, str(asked), headers, watch, usage)
-                content = await passage.replica.upstream.read(response, request)
+                    rewriter = StreamRewriter(route.name, str(asked), watch.hidden, usage)
+                    headers["X-Accel-Buffering"] = "no"
+                    handed_over = passage.streamed = True
+                    translation = Translation(passage, watch, rewriter, upstream.refusal)
+                    return Relay(response, translation, headers)
+                content = await upstream.read(response, request)
             finally:
                 if not handed_over:
-                    await response.aclose()
+                    response.close()
             passage.saw(content)
             watch.feed(content)
             watch.over()
@@ -300,48 +308,6 @@ class Gateway:
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
         return headers | {"X-Marft-Adapter": route.name} | self._announced
-
-    def _relay(
-        self,
-        response: Answer,
-        passage: Passage,
-        asked: str,
-        headers: dict[str, str],
-        watch: Watch,
-        usage: StreamUsage,
-    ) -> Response:
-        passage.left = True  # until the last chunk went out
-
-        async def chunks() -> AsyncIterator[bytes]:
-            rewriter = StreamRewriter(passage.route.name, asked, watch.hidden, usage)
-            try:
-                async for chunk in passage.replica.upstream.stream(response):
-                    passage.saw(chunk)
-                    watch.feed(chunk)
-                    if seen := rewriter.feed(chunk):
-                        yield seen
-                if rest := rewriter.end():
-                    yield rest
-                passage.left = False
-            except Refusal as refusal:
-                passage.problem, passage.left = refusal.message, False
-                watch.over(refusal.message)
-                # The status is out; an error event keeps this from looking like a whole reply.
-                error = b"data: " + bytes(refusal.response().body) + b"\n\n"
-                yield rewriter.broken() + error
-            except Exception as mistake:
-                passage.problem, passage.left = type(mistake).__name__, False
-                raise
-
-        async def close() -> None:
-            try:
-                watch.over()
-            finally:
-                passage.end()
-                await response.aclose()
-
-        headers = headers | {"X-Accel-Buffering": "no"}
-        return Relay(chunks(), response.status_code, headers, on_close=close)
 
 
 def _not_for(client: Client, agent: str) -> Refusal:

@@ -2,8 +2,8 @@
 
 Invariant: a line holds ids, names, numbers and reasons; never a prompt, a reply or a key. Whatever
 a value says, it stays inside its line: control characters are escaped. Lines are written by a
-thread of their own; a full disk, or a pipe that nobody reads, loses lines, which are counted, and
-holds up no request.
+thread of their own, some at a time; a full disk, or a pipe that nobody reads, loses lines, which
+are counted, and holds up no request.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _LONGEST = 1000
 _LONGEST_TRACE = 8000
 _WAITING = 10_000
 _CLOSE_S = 2.0
+_GATHER_S = 0.05
+"""How long a line waits for others: waking the thread for each takes longer than writing it."""
 _STDERR = 2
 _SAID = frozenset({"message", "problem", "reason", "trace"})
 """Fields that quote others, who may have quoted a secret."""
@@ -68,8 +70,13 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        fields = {"time": when.replace("+00:00", "Z"), "level": record.levelname.lower()}
-        fields |= {k: _cleaned(k, v) for k, v in self._said(record).items() if v is not None}
+        fields: dict[str, Any] = {
+            "time": when.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+        }
+        for name, value in self._said(record).items():
+            if value is not None:
+                fields[name] = _cleaned(name, value)
         if self._kind == "json":
             return json.dumps(fields, default=str)
         return _as_text(fields)
@@ -85,7 +92,7 @@ class LineFormatter(logging.Formatter):
 
 
 def _cleaned(name: str, value: Any) -> Any:
-    if isinstance(value, bool | int):
+    if isinstance(value, int):
         return value
     if isinstance(value, float):
         return round(value, 4)
@@ -96,13 +103,12 @@ def _cleaned(name: str, value: Any) -> Any:
 
 def _as_text(fields: Mapping[str, Any]) -> str:
     """``key=value`` with what begins every line bare."""
-    pairs = [(k, _text(v)) for k, v in fields.items()]
-    return " ".join([value if name in _BARE else f"{name}={value}" for name, value in pairs])
+    return " ".join([_text(v) if k in _BARE else f"{k}={_text(v)}" for k, v in fields.items()])
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str) and not _PLAIN.fullmatch(value):
-        return json.dumps(value)
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) else json.dumps(value)
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
@@ -125,40 +131,54 @@ class LineHandler(logging.Handler):
         self._path = path
         self._out = descriptor if path is None else _opened(path)
         self._told = False
-        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING)
+        self._lines: queue.SimpleQueue[str | logging.LogRecord | None] = queue.SimpleQueue()
+        """Records whose fields change no more are put into words by the thread."""
+        self._closing = threading.Event()
         self.setFormatter(LineFormatter(kind))
         self._thread = threading.Thread(target=self._write_all, name="marft-lines", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.put_nowait(self.format(record) + "\n")
-        except queue.Full:
+        if self._lines.qsize() >= _WAITING:
             self.lost += 1
-        except Exception:
-            self.handleError(record)
+        elif isinstance(record.msg, Told):
+            self._lines.put(record)
+        elif line := self._line(record):
+            self._lines.put(line)
 
     def finish(self) -> None:
         """Write what is left, unless that takes too long; nothing is written afterwards.
 
         Not ``close``, which ``logging.config`` calls on every handler that it did not make.
         """
-        with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=_CLOSE_S)
+        self._lines.put(None)
+        self._closing.set()
         self._thread.join(_CLOSE_S)
         self.close()
 
     def _write_all(self) -> None:
         going = True
         while going:
-            lines = [self._lines.get()]
+            waiting = [self._lines.get()]
+            if waiting[0] is not None:
+                self._closing.wait(_GATHER_S)
             with contextlib.suppress(queue.Empty):
-                while len(lines) < _WAITING:
-                    lines.append(self._lines.get_nowait())
-            going = None not in lines
-            self._write([line for line in lines if line is not None])
+                while len(waiting) < _WAITING:
+                    waiting.append(self._lines.get_nowait())
+            going = None not in waiting
+            self._write([self._line(told) for told in waiting if told is not None])
         if self._path is not None:
             os.close(self._out)
+
+    def _line(self, told: str | logging.LogRecord) -> str:
+        """What is to be written; nothing when it cannot be put into words."""
+        if isinstance(told, str):
+            return told
+        try:
+            return self.format(told) + "\n"
+        except Exception:
+            self.handleError(told)
+            return ""
 
     def _write(self, lines: list[str]) -> None:
         data = "".join(lines).encode("utf-8", "backslashreplace")

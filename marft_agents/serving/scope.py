@@ -9,6 +9,8 @@ from starlette.requests import Request
 
 VISIT = "marft.visit"
 """Where a request's scope keeps its visit."""
+WRITE = "marft.write"
+"""Where it keeps a short cut to the client for parts of a body, if the web server has one."""
 
 
 def name_client(request: Request, name: str) -> None:

@@ -7,57 +7,24 @@ reached or is too slow is a refusal that says which.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
-from yarl import URL
 
 from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.wire import Answer, BadReplyError, Pool
 
 _PASSED_ON = frozenset({b"accept", b"x-request-id", b"traceparent", b"tracestate"})
-_OWN = {"content-type": "application/json", "accept-encoding": "identity"}
-_LARGE = 1 << 20
-"""Bytes of a body that are better not handed to the connection in one piece."""
+_NO_LINE = frozenset(b"\r\n\0")
 
 
 def _never_dead() -> str | None:
     return None
-
-
-class Answer:
-    """What the engine answered; the body is still to be read, and the answer to be closed."""
-
-    __slots__ = ("_response", "headers", "status_code")
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status_code = response.status
-        self.headers: Mapping[str, str] = response.headers
-        """Names in any case."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the whole body has arrived."""
-        return self._response.content.is_eof()
-
-    async def read(self) -> bytes:
-        return await self._response.read()
-
-    def more(self) -> Coroutine[Any, Any, bytes]:
-        """What has come since, as soon as there is something; nothing at the end."""
-        return self._response.content.readany()
-
-    async def aclose(self) -> None:
-        """Let go of it; an answer that is not over ends here for the engine, too."""
-        self._response.close()
 
 
 class Upstream:
@@ -80,34 +47,28 @@ class Upstream:
     ) -> None:
         self.url = root_url(url)
         self.death = death
-        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=5.0, sock_read=read_timeout_s
-        )
-        self._session: aiohttp.ClientSession | None = None
-        self._urls: dict[str, URL] = {}
+        self._key = api_key
+        self._read_timeout_s = read_timeout_s
+        self._pool: Pool | None = None
+        self._heads: dict[str, bytes] = {}
 
     @property
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:  # belongs to the loop that it is made in
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls())
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                headers=self._key,
-                timeout=self._timeout,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+    def connections(self) -> int:
+        """How many are open, idle ones included."""
+        return 0 if self._pool is None else self._pool.connections
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def move(self, url: str) -> None:
         """The engine was started again, at another address."""
         self.url = root_url(url)
-        self._urls.clear()
+        self._heads.clear()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.retire()
 
     def require_alive(self) -> None:
         """Refuse with 503 when the engine's process is gone."""
@@ -122,16 +83,25 @@ class Upstream:
             Refusal: when the engine is gone, unreachable or too slow.
         """
         self.require_alive()
-        given: list[tuple[bytes, bytes]] = request.scope["headers"]
-        passed = {k.decode(): v.decode("latin-1") for k, v in given if k in _PASSED_ON}
-        url = self._urls.get(path) or self._urls.setdefault(path, URL(self.url + path))
-        data: Any = body if len(body) < _LARGE else io.BytesIO(body)
-        with self._refusals():
+        head = self._head(path, request.scope["headers"], len(body))
+        pool = self._pool
+        if pool is None:  # belongs to the loop that it is made in
+            pool = self._pool = Pool(
+                self.url,
+                read_timeout_s=self._read_timeout_s,
+                keepalive_s=KEEPALIVE_S,
+                tls=tls(),
+            )
+        try:
             async with WhileThere(request.receive):
-                response = await self._http.post(
-                    url, data=data, headers=passed | _OWN, allow_redirects=False
-                )
-        return Answer(response)
+                answer = await pool.ask((head, body))
+        except OSError as error:
+            raise self.refusal(error) from error
+        coding = answer.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            answer.close()
+            raise self.refusal(BadReplyError(f"it answers in {coding[:40]!r}, which it may not"))
+        return answer
 
     async def read(self, answer: Answer, request: Request) -> bytes:
         """The whole body of an answer.
@@ -140,37 +110,46 @@ class Upstream:
             ClientDisconnect: when the client went away meanwhile.
             Refusal: when the engine broke off.
         """
-        with self._refusals():
+        try:
             if answer.complete:
                 return await answer.read()
             async with WhileThere(request.receive):
                 return await answer.read()
+        except OSError as error:
+            raise self.refusal(error) from error
 
-    @contextlib.contextmanager
-    def _refusals(self) -> Generator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise Refusal(504, "the engine gave no answer in time") from error
-        except (aiohttp.ClientError, OSError) as error:
-            self.require_alive()
-            raise Refusal(
-                503, f"the engine behind this server cannot be reached ({_reason(error)})"
-            ) from error
+    def refusal(self, error: Exception) -> Refusal:
+        """What a client is told of an engine that gave no whole answer."""
+        if isinstance(error, TimeoutError) and error.errno is None:  # else the network gave up
+            return Refusal(504, "the engine gave no answer in time")
+        if reason := self.death():
+            return Refusal(503, f"the engine behind this server is gone: {reason}")
+        reason = str(error) or type(error).__name__
+        return Refusal(503, f"the engine behind this server cannot be reached ({reason})")
 
-    async def stream(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Chunks as they come.
+    # -- inside ----------------------------------------------------------------------------
 
-        Raises:
-            Refusal: when the engine broke off before the end.
-        """
-        with self._refusals():
-            while chunk := await answer.more():
-                yield chunk
+    def _head(self, path: str, given: list[tuple[bytes, bytes]], length: int) -> bytes:
+        """What stands before the body; of several headers of one name the last is passed on."""
+        own = self._heads.get(path) or self._heads.setdefault(path, self._own_head(path))
+        passed = {
+            name: value
+            for name, value in given
+            if name in _PASSED_ON and _NO_LINE.isdisjoint(value)
+        }
+        passed.setdefault(b"accept", b"*/*")
+        lines = b"".join([b"%b: %b\r\n" % pair for pair in passed.items()])
+        return b"%b%bcontent-length: %d\r\n\r\n" % (own, lines, length)
 
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    def _own_head(self, path: str) -> bytes:
+        """Of every request to ``path``."""
+        parts = urlsplit(self.url)
+        lines = [f"POST {parts.path}{path} HTTP/1.1", f"host: {parts.netloc}"]
+        lines += ["content-type: application/json", "accept-encoding: identity"]
+        lines += ["user-agent: marft-agents"]
+        if self._key:
+            lines.append(f"authorization: Bearer {self._key}")
+        return "".join(f"{line}\r\n" for line in lines).encode()
 
 
 async def gone(receive: Receive) -> None:
