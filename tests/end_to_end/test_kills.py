@@ -1,4 +1,4 @@
-"""Engine, gateway and operator killed in the middle of swaps: the old or the new version, whole.
+"""Engine, gateway, operator, trainer killed in the middle of swaps: the old or the new version.
 
 Whatever dies and whenever: every reply is of exactly one published version, ``CURRENT`` names a
 complete one, the server comes back by itself or with its next start, and a repeated swap works.
@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from examples.support_triage.tasks import training_tickets
+from marft_agents.cli import cli
 from marft_agents.errors import MarftError
 from marft_agents.serving import GatewayClient, ServerProcess
+from tests.end_to_end.loop import record
+from tests.end_to_end.online_app import AGENTS as TEAM
 from tests.end_to_end.swaps import Answer, Clients, Versions, processes
+from tests.end_to_end.test_local_engine import short_answers
+from tests.end_to_end.trainers import Run, Trainers
 
 AGENTS = ("planner", "writer")
 KILLS = int(os.environ.get("MARFT_KILLS", "3"))
@@ -84,22 +94,36 @@ def swap_quietly(server: ServerProcess, agent: str, version: int) -> dict[str, A
             return None
 
 
-def check_consistent(server: ServerProcess, versions: Versions) -> None:
-    """The server, ``CURRENT`` and what answers agree."""
+def served_versions(server: ServerProcess) -> dict[str, int]:
     with GatewayClient(server.url, adapters_dir=server.adapters) as operator:
-        state = operator.state()["agents"]
-    for agent in AGENTS:
-        current = versions.registry.current(agent)
+        return {agent: told["current"] for agent, told in operator.state()["agents"].items()}
+
+
+def in_use(versions: Versions) -> dict[str, int | None]:
+    return {agent: versions.registry.current(agent) for agent in versions.agents}
+
+
+def check_consistent(server: ServerProcess, versions: Versions, *, alike: float = 0.0) -> None:
+    """The server, ``CURRENT`` and what answers agree, when a swap under way has ended."""
+    while True:
+        wait_until(lambda: served_versions(server) == in_use(versions), "one version in use", 10)
+        now = in_use(versions)
+        replies = {agent: probed(server, agent) for agent in versions.agents}
+        if now == in_use(versions):  # else a swap that was under way has moved it meanwhile
+            break
+    for agent, reply in replies.items():
+        current = now[agent] or 0
         assert current in versions.registry.versions(agent)
-        assert state[agent]["current"] == current
-        body = {"model": agent, "messages": [{"role": "user", "content": "ship on friday?"}]}
-        body |= {"max_tokens": 8, "logprobs": True, "return_token_ids": True, "temperature": 1.0}
-        url = f"{server.base_url}/chat/completions"
-        reply = ask_again_while_told_to(url, body).raise_for_status()
-        answer = Answer(agent, None, streamed=False, status=200, version=(agent, current or 0))
-        answer.read(reply.json())
         assert reply.headers["x-marft-adapter"] == f"{agent}@v{current}"
-        versions.check([answer])
+        answer = Answer(agent, None, streamed=False, status=200, version=(agent, current))
+        answer.read(reply.json())
+        versions.check([answer], alike=alike)
+
+
+def probed(server: ServerProcess, agent: str) -> httpx.Response:
+    body = {"model": agent, "messages": [{"role": "user", "content": "ship on friday?"}]}
+    body |= {"max_tokens": 8, "logprobs": True, "return_token_ids": True, "temperature": 1.0}
+    return ask_again_while_told_to(f"{server.base_url}/chat/completions", body).raise_for_status()
 
 
 @contextlib.contextmanager
@@ -179,3 +203,103 @@ def test_an_operator_that_is_killed_during_a_swap_changes_nothing_by_halves(
             check_consistent(server, versions)
         assert swap_quietly(server, AGENTS[1], 2) is not None
         check_consistent(server, versions)
+
+
+def check_registry(versions: Versions) -> None:
+    """What is listed is whole; what a trainer left unfinished is not listed."""
+    root = str(versions.registry.root)
+    verified = CliRunner().invoke(cli, ["adapters", "verify", "--adapters", root])
+    assert verified.output.startswith("no findings "), verified.output
+    listed = CliRunner().invoke(cli, ["adapters", "list", root])
+    assert listed.exit_code == 0 and ".staging" not in listed.output, listed.output
+    assert versions.registry.agents() == sorted(versions.agents)
+    for agent in versions.agents:
+        numbers = versions.registry.versions(agent)
+        assert numbers == list(range(1, len(numbers) + 1))
+        told = [e["to"] for e in versions.registry.audit(agent) if e["action"] == "publish"]
+        assert told == numbers[: len(told)] and len(told) >= len(numbers) - 1
+
+
+def leftovers(versions: Versions) -> list[Path]:
+    return [p for a in versions.agents for p in (versions.registry.root / a).glob(".staging-*")]
+
+
+class Killing:
+    """Trainers that are killed while clients ask, and what holds after each."""
+
+    def __init__(self, versions: Versions, server: ServerProcess, trainers: Trainers) -> None:
+        self.versions, self.server, self.trainers = versions, server, trainers
+        self.draw = random.Random(4)
+        self.killed: list[str] = []
+
+    async def kill(self, arguments: list[str], count: int) -> None:
+        """A whole run, then so many that are killed while they publish and swap."""
+        whole = await self.whole(arguments)
+        while count > 0:
+            before = dict(self._current())
+            places = whole.publishing()
+            number, after_s = self.draw.choice(places), self.draw.choice((0.0, 0.01))
+            if count % 2:  # publishing has most places, swapping takes most of the time
+                number, after_s = whole.after(self.draw.random())
+            run = await asyncio.to_thread(self.trainers.run, arguments, number, after_s)
+            assert run.code in (0, -9), run.said
+            if run.code == -9:
+                count -= 1
+                self.killed.append(run.places[-1][1])
+            await asyncio.to_thread(self.check)
+            assert all(now >= before[agent] for agent, now in self._current().items())
+
+    async def whole(self, arguments: list[str]) -> Run:
+        """A run that nobody disturbs works, whatever was killed before, and clears up."""
+        for left in leftovers(self.versions):
+            os.utime(left, (0, 0))  # as if it were old
+        before = {a: self.versions.registry.versions(a)[-1] for a in self.versions.agents}
+        run = await asyncio.to_thread(self.trainers.run, arguments)
+        assert run.code == 0, run.said
+        assert leftovers(self.versions) == []
+        assert all(now > before[agent] for agent, now in self._current().items())
+        await asyncio.to_thread(self.check)
+        return run
+
+    def check(self) -> None:
+        check_consistent(self.server, self.versions, alike=1.0)
+        check_registry(self.versions)
+
+    def _current(self) -> dict[str, int]:
+        registry = self.versions.registry
+        return {agent: registry.current(agent) or 0 for agent in self.versions.agents}
+
+
+def test_a_trainer_that_is_killed_while_it_publishes_and_swaps_leaves_nothing_half_visible(
+    tmp_path: Path,
+) -> None:
+    versions = Versions(tmp_path, TEAM, each=1)
+    logs, tasks, tickets = tmp_path / "logs", tmp_path / "tasks.jsonl", training_tickets(6)
+    tasks.write_text("".join(json.dumps({"task": ticket.message}) + "\n" for ticket in tickets))
+    with served(versions) as server:
+        record(server.base_url, logs, tickets, score=short_answers, temperature=1.0)
+        common = [str(logs), "--model", str(versions.model), "--server", server.url]
+        common += ["--output", str(versions.registry.root), "--epochs", "1"]
+        offline = [*common, "--learning-rate", "1e-2"]
+        online = [*common, "--offline", "none", "--online", "tests.end_to_end.online_app:run"]
+        online += ["--tasks", str(tasks), "--iterations", "2"]
+        online += ["--set", "episodes_per_iteration=4", "--set", "online_learning_rate=1e-2"]
+        env = {"APP_SERVER": server.url}
+
+        async def play(killing: Killing) -> Clients:
+            clients = Clients(server.url, TEAM, 2, max_tokens=8)
+            asking = asyncio.create_task(clients.run())
+            await killing.kill(offline, KILLS // 2)
+            await killing.kill(online, KILLS - KILLS // 2)
+            await killing.whole(offline)
+            clients.stop()
+            await asking
+            return clients
+
+        with Trainers(versions.registry.root, tmp_path / "scratch", env) as trainers:
+            killing = Killing(versions, server, trainers)
+            clients = asyncio.run(play(killing))
+    assert len(killing.killed) == KILLS
+    assert [a for a in clients.answers if a.status != 200 or a.problem] == []
+    versions.check(clients.answers, alike=0.5)
+    print(f"{KILLS} kills, last before: {Counter(p.split()[0] for p in killing.killed)}")
