@@ -129,13 +129,24 @@ def _environment(name: str) -> Path:
     if python.exists() and mark.exists() and mark.read_text() == wanted:
         return python
     started = time.monotonic()
-    command = [sys.executable, "-m", "venv", *(["--clear"] if not python.exists() else [])]
-    subprocess.run([*command, str(folder)], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, *runtime.packages, *TOOLS, "--editable", str(ROOT)], check=True)
+    command = [sys.executable, "-m", "venv", "--without-pip"]
+    subprocess.run(
+        [*command, *(["--clear"] if not python.exists() else []), str(folder)], check=True
+    )
+    _install(python, [*runtime.packages, *TOOLS, "--editable", str(ROOT)])
     mark.write_text(wanted)
     print(f"{name}: set up in {time.monotonic() - started:.0f} s", flush=True)
     return python
+
+
+def _install(python: Path, packages: list[str]) -> None:
+    """With uv, which takes a tenth of pip's time; with pip where uv is missing or fails."""
+    uv = Path(sys.executable).with_name("uv")
+    command = [str(uv), "pip", "install", "--quiet", "--python", str(python), *packages]
+    if uv.exists() and subprocess.run(command).returncode == 0:
+        return
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)
 
 
 def test(name: str) -> bool:
