@@ -19,6 +19,8 @@ from marft_agents_autogen.compat import optional
 from marft_agents_autogen.seats import Seat, close_stream
 
 CACHE = optional("autogen_ext.models.cache", "ChatCompletionCache")
+OPENAI = optional("autogen_ext.models.openai", "BaseOpenAIChatCompletionClient")
+_NO_CODE = object()
 
 
 class RecordingClient(StandIn):
@@ -60,6 +62,7 @@ class RecordingClient(StandIn):
         target, ask = self._begin(args, kwargs)
         stream = target.create_stream(*args, **kwargs)
         current = ask.call.current() if ask is not None else nullcontext()
+        asks_once = _asks_once(getattr(stream, "ag_code", None))
         item, problem = None, None
         try:
             while True:
@@ -67,7 +70,13 @@ class RecordingClient(StandIn):
                     with current:  # never across a yield
                         item = await anext(stream)
                 except StopAsyncIteration:
+                    return
+                if type(item) is not str and ask is not None and isinstance(item, CreateResult):
+                    ask.finish(item)
+                yield item
+                if asks_once:
                     break
+            async for item in stream:
                 if type(item) is not str and ask is not None and isinstance(item, CreateResult):
                     ask.finish(item)
                 yield item
@@ -80,6 +89,11 @@ class RecordingClient(StandIn):
             await close_stream(stream)
             if ask is not None and not ask.call.finished:
                 ask.finish(item, problem)
+
+
+def _asks_once(code: Any) -> bool:
+    """Whether the one request of a stream is sent before its first piece, as AutoGen's own do."""
+    return any(code is getattr(kind.create_stream, "__code__", _NO_CODE) for kind in OPENAI)
 
 
 def _without_cache(client: Any, seat: Seat) -> Any:

@@ -8,7 +8,7 @@ foreign context, so the context alone decides only where AutoGen names no team t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,30 +37,28 @@ class _Place:
 class _Entered:
     """A frame as the current one. A class, since all that an app waits for passes a few."""
 
-    __slots__ = ("_active", "_frame", "_place", "_speaking", "_token")
+    __slots__ = ("_episode", "_frame", "_place", "_speaking", "_token")
 
     def __init__(self, frame: Frame, place: _Place) -> None:
         self._frame = frame
         self._place = place
+        self._episode = frame.episode.where_it_is_not()
+        self._speaking: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        frame = self._frame
         self._token: Token[_Place | None] = _PLACE.set(self._place)
-        self._active = self._speaking = None
-        episode, seat = frame.episode, frame.seat
-        if not (episode.is_current or episode.closed or seat.recorder.current() is episode):
-            self._active = episode.active()
-            self._active.__enter__()
-        if seat.own_sdk:
-            self._speaking = frame.speaker().current()
+        self._episode.__enter__()
+        if self._frame.seat.own_sdk:
+            self._speaking = self._frame.speaker().current()
             self._speaking.__enter__()
 
     def __exit__(self, *_: object) -> None:
         if self._speaking is not None:
             self._speaking.__exit__(None, None, None)
-        if self._active is not None:
-            self._active.__exit__(None, None, None)
-        _PLACE.reset(self._token)
+            self._speaking = None
+        self._episode.__exit__(None, None, None)
+        with suppress(ValueError):  # a generator that nobody read to its end is closed elsewhere
+            _PLACE.reset(self._token)
 
 
 class Frame:
@@ -88,7 +86,7 @@ class Frame:
         return self.below.team_run if self.below else None
 
     def entered(self) -> AbstractContextManager[None]:
-        """Code inside belongs here; never to be held across a ``yield`` to the app.
+        """Code inside belongs here; never to be held across a ``yield`` to code of the app.
 
         May be entered again when it was left, so one does for a whole stream.
         """
@@ -200,6 +198,18 @@ class Speech(Frame):
         known = self.episode.messages
         handed = self.seat.delivered.get(self.episode, [])
         return [(text, known[i]) for i, text in handed if i in known]
+
+    @property
+    def read_by_team(self) -> bool:
+        """Whether what the agent yields goes to AutoGen's own code, which only passes it on."""
+        if not isinstance(self.outer, Run) or self.outer.seat.team_id is None:
+            return False
+        try:
+            handler = MessageHandlerContext.agent_id()
+        except Exception:  # outside any message handler
+            return False
+        mine = handler.type.startswith(self.seat.name)
+        return mine and handler.key == self.outer.seat.team_id
 
     def parent(self) -> Parent:
         return self.outer.as_parent() if self.outer else (None, None)

@@ -78,9 +78,12 @@ class Going:
         """The frame of this run as the current one, for code that it starts from here."""
         return self._frame.entered() if self._frame else nullcontext()
 
-    def observe(self, item: Any) -> None:
-        if _is_result(type(item)):
+    def observe(self, item: Any) -> bool:
+        """Take note of an item; whether items of its class tell anything."""
+        telling = _is_result(type(item))
+        if telling:
             self._result = item
+        return telling
 
     def close(self, error: BaseException | None) -> None:
         """The run is over, by its result, an exception, or because nobody reads it any more."""
@@ -115,11 +118,13 @@ class Going:
 def patch_runs(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
     """See each run of ``obj``; those of a root are episodes."""
     original = obj.run_stream
+    # After its first item a group chat only passes on what its agents say, each in its own task.
+    passes_on = getattr(original, "__func__", None) is _base_group_chat().run_stream
 
     @functools.wraps(original)
     async def run_stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         going = Going(seat, rewalk, kwargs.get("task", args[0] if args else None))
-        inside, problem = going.entered(), None
+        inside, problem, silent = going.entered(), None, None
         stream = aiter(original(*args, **kwargs))
         try:
             while True:
@@ -127,8 +132,15 @@ def patch_runs(obj: Any, seat: Seat, binding: Binding, rewalk: Rewalk) -> None:
                     with inside:
                         item = await anext(stream)
                 except StopAsyncIteration:
+                    return
+                if type(item) is not silent and not going.observe(item):
+                    silent = type(item)  # pieces come by the dozen
+                yield item
+                if passes_on:
                     break
-                going.observe(item)
+            async for item in stream:
+                if type(item) is not silent and not going.observe(item):
+                    silent = type(item)
                 yield item
         except BaseException as error:
             problem = error

@@ -1,7 +1,7 @@
 """Agents, as they are handed messages and act on them.
 
 Invariant: everything that happens until an agent's response, in whatever task, happens in one
-speech; its frame is entered while the agent works and left whenever the app gets an item.
+speech; its frame is entered while the agent works and left whenever code of the app gets an item.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ class _Door:
         """The speech as the current frame, for one time after the other."""
         return self._speech.entered() if self._speech else nullcontext()
 
-    def observe(self, item: Any) -> None:
-        if self._speech is not None and is_telling(item):
-            with self._safety.guard("see what an agent does"):
-                observe(self._agent, self._speech, item)
+    def observe(self, item: Any) -> bool:
+        """Take note of an item; whether items of its class tell anything."""
+        if self._speech is None or not is_telling(item):
+            return False
+        with self._safety.guard("see what an agent does"):
+            observe(self._agent, self._speech, item)
+        return True
+
+    @property
+    def read_by_team(self) -> bool:
+        return self._speech is not None and self._speech.read_by_team
 
     def close(self) -> None:
         if self._speech is not None and self._new:
@@ -50,17 +57,25 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
         messages: Sequence[Any], *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         door = _Door(agent, seat, messages)
-        inside = door.entered()
+        inside, silent = door.entered(), None
         try:
             stream = aiter(original_stream(messages, *args, **kwargs))
             try:
+                if door.read_by_team:
+                    with inside:
+                        async for item in stream:
+                            if type(item) is not silent and not door.observe(item):
+                                silent = type(item)  # pieces come by the dozen
+                            yield item
+                    return
                 while True:
                     try:
                         with inside:
                             item = await anext(stream)
                     except StopAsyncIteration:
                         break
-                    door.observe(item)
+                    if type(item) is not silent and not door.observe(item):
+                        silent = type(item)  # pieces come by the dozen
                     yield item
             finally:
                 with inside:

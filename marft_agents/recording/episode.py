@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -251,15 +251,13 @@ class LiveEpisode:
             return cut
         return "terminated", next((d for _, d in reversed(self._outcomes) if d), None)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether nothing was made current since this was, in this context."""
-        held = _EPISODES.get()
-        return bool(held) and held[-1] is self
-
     def active(self) -> AbstractContextManager[None]:
         """Make this the current episode of its recorder in this thread or task."""
         return _Active(self)
+
+    def where_it_is_not(self) -> AbstractContextManager[None]:
+        """``active`` where this is not the current episode; may be entered time after time."""
+        return _ActiveAgain(self)
 
 
 class _Active:
@@ -280,6 +278,37 @@ class _Active:
             _EPISODES.reset(self._token)
         except ValueError:
             """Left in another context, where ``closed`` keeps the episode from being current."""
+
+
+class _ActiveAgain:
+    """An episode as the current one, for each piece of a stream.
+
+    What a context holds is a tuple that never changes, so what was found for one holds for as long
+    as the context holds the same: an episode that has ended since is current nowhere anyway.
+    """
+
+    __slots__ = ("_episode", "_held", "_token", "_with_it")
+
+    def __init__(self, episode: LiveEpisode) -> None:
+        self._episode = episode
+        self._held: tuple[LiveEpisode, ...] | None = None
+        self._with_it: tuple[LiveEpisode, ...] | None = None
+        self._token: Token[tuple[LiveEpisode, ...]] | None = None
+
+    def __enter__(self) -> None:
+        held = _EPISODES.get()
+        if held is not self._held:
+            self._held, episode = held, self._episode
+            current = episode.closed or current_episode(episode.core) is episode
+            self._with_it = None if current else (*held, episode)
+        if self._with_it is not None:
+            self._token = _EPISODES.set(self._with_it)
+
+    def __exit__(self, *_: object) -> None:
+        token, self._token = self._token, None
+        if token is not None:
+            with suppress(ValueError):  # left in another context, as above
+                _EPISODES.reset(token)
 
 
 _alive: weakref.WeakSet[LiveEpisode] = weakref.WeakSet()
