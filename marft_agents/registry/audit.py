@@ -76,9 +76,9 @@ class AuditLog:
         }
         return json.loads(json.dumps(entry, default=str))
 
-    def write(self, entry: Mapping[str, Any], *, flush: bool = True) -> None:
-        """Append one line; without ``flush`` a power cut may take it until ``flush`` is called."""
-        line = json.dumps(entry, ensure_ascii=False)
+    def write(self, *entries: Mapping[str, Any], flush: bool = True) -> None:
+        """Append lines, all or none; without ``flush`` a power cut may take them until then."""
+        line = "\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
         # What no encoding has becomes an escape that JSON reads back.
         data = line.encode("utf-8", "backslashreplace")
         if flush:
@@ -108,8 +108,13 @@ class AuditLog:
 
     def versions_named(self, agent: str) -> list[int]:
         """Every version of the agent that any line leads to."""
-        targets = [e.get("to") for e in self.entries(agent) if e.get("result", DONE) == DONE]
-        return [version for version in targets if isinstance(version, int)]
+        return versions_named(self.entries(agent))
+
+
+def versions_named(entries: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Every version that any of these lines leads to."""
+    targets = [e.get("to") for e in entries if e.get("result", DONE) == DONE]
+    return [version for version in targets if isinstance(version, int)]
 
 
 def in_use(entries: Iterable[Mapping[str, Any]]) -> list[int]:

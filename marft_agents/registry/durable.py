@@ -123,7 +123,11 @@ def flush_file(path: Path) -> None:
 
 
 def append_line(path: Path, line: bytes, *, flush: bool = True) -> None:
-    """Append one line and flush it; a torn last line stays a line of its own."""
+    """Append one line and flush it; a torn last line stays a line of its own.
+
+    Raises:
+        OSError: the disk refuses; nothing of it stays. Nobody else appends meanwhile.
+    """
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.lseek(handle, 0, os.SEEK_END)
@@ -132,10 +136,14 @@ def append_line(path: Path, line: bytes, *, flush: bool = True) -> None:
             os.lseek(handle, size - 1, os.SEEK_SET)
             torn = os.read(handle, 1) != b"\n"
         rest = (b"\n" if torn else b"") + line + b"\n"
-        while rest:
-            rest = rest[os.write(handle, rest) :]
-        if flush:
-            os.fsync(handle)
+        try:
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            if flush:
+                os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, size)
+            raise
     finally:
         os.close(handle)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from marft_agents.registry import durable
 from marft_agents.registry.audit import Change
+from marft_agents.registry.intents import LATE
 from marft_agents.registry.reader import CURRENT_FILE, folder_name
 
 MOVING_FILE = ".moving"
@@ -66,13 +67,13 @@ class Move:
                 path.unlink(missing_ok=True)
 
 
-def prepared_line(folder: Path, version: int) -> dict[str, Any] | None:
+def prepared_line(folder: Path, version: int | None) -> dict[str, Any] | None:
     """The line of a move to ``version`` that a crash cut off; ``None`` when there is none."""
     for path in sorted(folder.glob(f"{MOVING_FILE}*")):
         with contextlib.suppress(FileNotFoundError, ValueError):
             entry: Any = json.loads(path.read_bytes())
             if isinstance(entry, dict) and entry.get("to") == version:
-                evidence = {**entry["evidence"], "late": "the process ended before it wrote this"}
+                evidence = {**entry["evidence"], "late": LATE}
                 return {**entry, "evidence": evidence}
     return None
 

@@ -18,14 +18,14 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from marft_agents.errors import AdapterError, RegistryError
 from marft_agents.registry import durable, locks
-from marft_agents.registry.audit import Action, CanaryAction, Change, in_use
+from marft_agents.registry.audit import Action, CanaryAction, Change, in_use, versions_named
 from marft_agents.registry.canary import CANARY_FILE, CanaryPlan
 from marft_agents.registry.card import model_card
 from marft_agents.registry.check import (
@@ -34,6 +34,7 @@ from marft_agents.registry.check import (
     AdapterFacts,
     inspect_adapter,
 )
+from marft_agents.registry.intents import LATE, intended, remove_intents, unwritten
 from marft_agents.registry.moving import Move, prepared_line, remove_left
 from marft_agents.registry.reader import (
     CURRENT_FILE,
@@ -253,11 +254,12 @@ class Registry(RegistryReader):
         self.require_canary(slug, plan, force=change.force)
         with self.changing(slug):
             self.require_canary(slug, plan, force=change.force)
-            path = self.root / slug / CANARY_FILE
-            with durable.restored_on_error(path):
-                durable.replace_file(path, plan.model_dump_json(indent=2).encode() + b"\n")
-                told = replace(change, evidence={**plan.told(), **change.evidence})
-                self.note(action, slug, self.current(slug), plan.version, told)
+            told = replace(change, evidence={**plan.told(), **change.evidence})
+            now = self.current(slug)
+            entry = self._audit.entry(action, slug, now, plan.version, now, told)
+            text = plan.model_dump_json(indent=2) + "\n"
+            with intended(self.root / slug / CANARY_FILE, text, entry):
+                self._audit.write(entry)
 
     def require_canary(self, agent: str, plan: CanaryPlan, *, force: bool = False) -> None:
         """Refuse what :meth:`set_canary` would.
@@ -381,18 +383,42 @@ class Registry(RegistryReader):
             durable.create_file(folder / CURRENT_FILE, text)
 
     def _settle(self, slug: str) -> None:
-        """Add the line of a move that a crash or somebody's editor left without one."""
+        """Make up for what a crash or somebody's editor left without a line, or half done."""
         folder = self.root / slug
-        told, now = in_use(self._audit.entries(slug))[-1:], self._current_or_none(slug)
+        entries, now = self._audit.entries(slug), self._current_or_none(slug)
+        told, prepared = in_use(entries)[-1:], prepared_line(folder, now)
+        late = [*self._unnamed(slug, entries, next(iter(told), None)), *unwritten(folder, entries)]
+        for entry in late:
+            self._audit.write(entry)
+        if prepared is not None:
+            self._finish_cut_off(folder, now)
         if now is not None and now not in told:
-            entry = prepared_line(folder, now)
-            if entry is not None:
-                self._audit.write(entry)
+            if prepared is not None:
+                self._audit.write(prepared)
             else:
                 why = {"reason": "CURRENT was changed without a line in this trail"}
                 before = next(iter(told), None)
                 self.note("found", slug, before, now, Change("unknown", evidence=why))
         remove_left(folder)
+        remove_intents(folder)
+
+    def _unnamed(
+        self, slug: str, entries: Sequence[Mapping[str, Any]], current: int | None
+    ) -> Iterator[dict[str, Any]]:
+        """Lines for versions whose publisher ended before it wrote one."""
+        named = max(versions_named(entries), default=0)
+        for version in [v for v in self.versions(slug) if v > named]:
+            change, parent = Change("unknown", evidence={"late": LATE}), None
+            with contextlib.suppress(AdapterError):
+                parent = self.manifest(slug, version).parent
+            yield self._audit.entry("publish", slug, parent, version, current, change)
+
+    def _finish_cut_off(self, folder: Path, now: int | None) -> None:
+        """End what a move that came as far as ``CURRENT`` ends."""
+        with contextlib.suppress(RegistryError):
+            if self.pinned(folder.name) != now:
+                (folder / PINNED_FILE).unlink(missing_ok=True)
+        (folder / CANARY_FILE).unlink(missing_ok=True)
 
     def _move(self, slug: str, version: int, change: Change) -> int | None:
         move = self._prepare(slug, version, change)
@@ -426,25 +452,26 @@ class Registry(RegistryReader):
         if pinned not in (None, version):
             change = replace(change, evidence={**change.evidence, "unpinned": pinned})
             move.unpins = True
+        entries = [self._audit.entry(change.action, slug, move.before, version, version, change)]
         canary = self._canary_or_none(slug)
-        if canary is None or canary.version != version:
-            why = {"reason": f"{slug} goes to version {version}"}
-            self._end_canary(slug, replace(change, evidence=why))
-        entry = self._audit.entry(change.action, slug, move.before, version, version, change)
-        pointer = self.root / slug / CURRENT_FILE
+        if (move.folder / CANARY_FILE).exists() and (canary is None or canary.version != version):
+            ended = replace(change, evidence={"reason": f"{slug} goes to version {version}"})
+            origin, now = canary and canary.version, move.before
+            entries.insert(0, self._audit.entry("canary-stop", slug, origin, now, now, ended))
+        pointer = move.folder / CURRENT_FILE
         with durable.restored_on_error(pointer):
             os.replace(move.new, pointer)
             durable.fsync_folder(pointer.parent)
-            self._audit.write(entry, flush=flush)
+            self._audit.write(*entries, flush=flush)
 
     def _clean_up(self, move: Move) -> None:
         if move.new is None:
             return
-        move.take_away()
         if move.unpins:
             (move.folder / PINNED_FILE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a canary that is in use by now is none, to any reader
             (move.folder / CANARY_FILE).unlink(missing_ok=True)
+        move.take_away()  # last: while the line lies there, what it ends is known
 
     def _canary_or_none(self, slug: str) -> CanaryPlan | None:
         with contextlib.suppress(RegistryError):
@@ -457,19 +484,16 @@ class Registry(RegistryReader):
         path, plan = self.root / slug / CANARY_FILE, self._canary_or_none(slug)
         if not path.exists():
             return None
-        version = plan and plan.version
-        with durable.restored_on_error(path):
-            path.unlink()
-            self.note(action, slug, version, self._current_or_none(slug), change)
+        version, now = plan and plan.version, self._current_or_none(slug)
+        entry = self._audit.entry(action, slug, version, now, now, change)
+        with intended(path, None, entry):
+            self._audit.write(entry)
         return version
 
     def _pin(
         self, slug: str, action: Action, was: int | None, now: int | None, change: Change
     ) -> None:
-        path = self.root / slug / PINNED_FILE
-        with durable.restored_on_error(path):
-            if now is None:
-                path.unlink()
-            else:
-                durable.replace_file(path, f"{folder_name(now)}\n".encode())
-            self.note(action, slug, was, now, change)
+        text = None if now is None else f"{folder_name(now)}\n"
+        entry = self._audit.entry(action, slug, was, now, self._current_or_none(slug), change)
+        with intended(self.root / slug / PINNED_FILE, text, entry):
+            self._audit.write(entry)

@@ -217,7 +217,7 @@ def check_registry(versions: Versions) -> None:
         numbers = versions.registry.versions(agent)
         assert numbers == list(range(1, len(numbers) + 1))
         told = [e["to"] for e in versions.registry.audit(agent) if e["action"] == "publish"]
-        assert told == numbers[: len(told)] and len(told) >= len(numbers) - 1
+        assert told in (numbers, numbers[:-1]), "the next change makes up for a line"
 
 
 def leftovers(versions: Versions) -> list[Path]:
