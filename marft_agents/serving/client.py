@@ -150,6 +150,15 @@ class EngineClient:
             ServerError: when the engine refuses, does not answer in time, or has another folder
                 under this name.
         """
+        self.ask_to_load(name, path)
+        self.require_loaded(name, path)
+
+    def ask_to_load(self, name: str, path: str | Path) -> None:
+        """Load an adapter as far as the engine says so; see :meth:`require_loaded`.
+
+        Raises:
+            ServerError: when the engine refuses, or does not answer in time and has not done it.
+        """
         folder = Path(path).absolute()
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
@@ -163,6 +172,14 @@ class EngineClient:
                 raise error from None
             if not loaded:
                 raise
+
+    def require_loaded(self, name: str, path: str | Path) -> None:
+        """Return when the engine lists ``name`` from the folder ``path``.
+
+        Raises:
+            ServerError: when it does not.
+        """
+        folder = Path(path).absolute()
         if not self.has_loaded(name, folder):
             raise ServerError(f"{self.url} accepted {name!r} but does not list it from {folder}")
 

@@ -11,17 +11,18 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from marft_agents.registry import Registry
-from marft_agents.schema import BaseModelInfo
+from marft_agents.schema import AdapterManifest, BaseModelInfo
 from marft_agents.serving.aliases import Route
-from marft_agents.serving.loader import Limits, Loader, Step, StepError, step
+from marft_agents.serving.loader import Limits, Step, StepError, step
 from marft_agents.serving.probe import ProbeReport
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.replica import Replica, ReplicaStatus
-from marft_agents.serving.threads import in_thread
+from marft_agents.serving.threads import aside, in_thread
 
 RETRY_AFTER_S = "2"
 DEADLINE_S = 240.0
@@ -47,13 +48,16 @@ def unready(message: str) -> Refusal:
     return refusal
 
 
+_Begins = Callable[[Step], None]
+
+
 @dataclass
 class _Work(Generic[_T]):
-    """One step on several replicas at the same time."""
+    """The same on several replicas at the same time; each names the step that it comes to."""
 
-    doing: Step
     route: Route
-    work: Callable[[Loader], _T]
+    work: Callable[[Replica, _Begins], _T]
+    doing: dict[Replica, Step] = field(default_factory=dict[Replica, Step])
 
     async def on(self, replicas: Sequence[Replica], until: float) -> list[_T]:
         """Results of the replicas that take traffic when all have ended.
@@ -88,13 +92,16 @@ class _Work(Generic[_T]):
         return list(results.values())
 
     async def _one(self, replica: Replica) -> _T:
-        with step(self.route.name, self.doing, replica.name):
-            return await in_thread(self.work, replica.loader)
+        def begins(doing: Step) -> None:
+            self.doing[replica] = doing
+
+        return await in_thread(self.work, replica, begins)
 
     def _late(self, replica: Replica) -> StepError:
+        doing = self.doing.get(replica, "load")
         return StepError(
-            f"step {self.doing} of {self.route.name} on {replica.name}: it did not end in time",
-            step=self.doing,
+            f"step {doing} of {self.route.name} on {replica.name}: it did not end in time",
+            step=doing,
             refused=False,
             replica=replica.name,
         )
@@ -102,7 +109,7 @@ class _Work(Generic[_T]):
 
 def _together(errors: dict[Replica, StepError]) -> StepError:
     first = next(iter(errors.values()))
-    if len(errors) == 1:
+    if len(errors) == 1 or first.step == "check":  # which is the same for all
         return first
     return StepError(
         "; ".join(map(str, errors.values())),
@@ -186,23 +193,46 @@ class Fleet:
         told = [f"{r.name} is {r.state}: {_short(r.reason)}" for r in self.replicas if r.reason]
         return unready(f"no engine is ready ({'; '.join(told) or 'all failed'}); try again")
 
-    async def bring_up(self, route: Route, *, in_use: bool = False) -> ProbeReport:
+    async def bring_up(
+        self, route: Route, *, in_use: bool = False, allowed: Callable[[], None] | None = None
+    ) -> ProbeReport:
         """Check, load and probe a version on every replica that takes traffic.
+
+        The weights are compared with their checksums while the engines load them.
+
+        Args:
+            in_use: it stays loaded, whatever fails.
+            allowed: raises when it must not be brought up.
 
         Raises:
             StepError: naming the step and the replica. The version is then loaded nowhere, unless
                 it is ``in_use``.
         """
         replicas, until = self._ready(route), time.monotonic() + self._deadline_s
-        check = replicas[0].loader.check
-        manifest = await in_thread(check, route.agent, route.version)
+        first = replicas[0].loader
+
+        def look_over() -> AdapterManifest:
+            if allowed is not None:
+                with step(route.name, "check"):
+                    allowed()
+            return first.look_over(route.agent, route.version)
+
+        manifest = await in_thread(look_over)
+        compared = aside(first.compare, manifest)
+
+        def work(replica: Replica, begins: _Begins) -> ProbeReport:
+            return replica.loader.load_and_probe(
+                manifest, compared=compared.result, replica=replica.name, begins=begins
+            )
+
         try:
-            await _Work("load", route, lambda loader: loader.load(manifest)).on(replicas, until)
-            work = _Work("probe", route, lambda loader: loader.probe(manifest))
-            return (await work.on(replicas, until))[0]
-        except StepError:
+            return (await _Work(route, work).on(replicas, until))[0]
+        except StepError as error:
             if not in_use:
                 await self._take_out(route, replicas)
+            await in_thread(wait, [compared], max(0.0, until - time.monotonic()))
+            if compared.done() and (differs := compared.exception()) is not None:
+                raise differs from error  # an engine that refuses it then is not at fault
             raise
 
     async def probe_again(self, route: Route) -> ProbeReport:
@@ -214,8 +244,13 @@ class Fleet:
         replicas, until = self._ready(route), time.monotonic() + self._deadline_s
         check = replicas[0].loader.check
         manifest = await in_thread(check, route.agent, route.version)
-        work = _Work("probe", route, lambda loader: loader.probe(manifest))
-        return (await work.on(replicas, until))[0]
+
+        def work(replica: Replica, begins: _Begins) -> ProbeReport:
+            begins("probe")
+            with step(route.name, "probe", replica.name):
+                return replica.loader.probe(manifest)
+
+        return (await _Work(route, work).on(replicas, until))[0]
 
     def _ready(self, route: Route) -> list[Replica]:
         ready = [replica for replica in self.replicas if replica.ready]

@@ -1,14 +1,15 @@
 """Bring one published version up in the engine, or say which step failed.
 
-Invariant: nothing is sent to the engine before the folder was compared with its checksums, its
-base and the engine's limits. A version counts as up only after its probe passed; one that fails
-is taken out again.
+Invariant: nothing is sent to the engine before the manifest and the configuration were compared
+with their checksums, the base and the engine's limits, and the engine computes nothing with weights
+that were not compared with their checksum: long ones are read while it loads them. A version counts
+as up only after its probe passed; one that fails is taken out again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,8 +29,11 @@ from marft_agents.serving import probe as probes
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.probe import Baseline, ProbeReport
 from marft_agents.serving.swap_events import timed_step
+from marft_agents.serving.threads import aside
 
 Step = Literal["check", "load", "probe", "record"]
+LONG_FILE = 4 * 1024 * 1024
+"""Bytes; to compare a shorter file takes a few milliseconds."""
 
 
 class StepError(SwapError):
@@ -92,7 +96,22 @@ def check_version(
         RegistryError: when there is no such version.
         SwapError: when its own probe shows no effect.
     """
-    manifest = registry.verify(agent, version)
+    manifest = look_over(registry, base, limits, agent, version)
+    registry.verify_files(manifest)
+    return manifest
+
+
+def look_over(
+    registry: Registry, base: BaseModelInfo, limits: Limits, agent: str, version: int
+) -> AdapterManifest:
+    """As :func:`check_version`, without the checksums of long files.
+
+    Raises:
+        AdapterError, RegistryError, SwapError: see there.
+    """
+    manifest = registry.manifest(agent, version)
+    registry.verify_files(manifest, most_bytes=LONG_FILE)
+    config = read_adapter_config(registry.path(agent, version))
     name = manifest.served_name
     if manifest.base.fingerprint != base.fingerprint:
         raise AdapterError(
@@ -100,7 +119,6 @@ def check_version(
             f" (fingerprint {manifest.base.fingerprint[:12]}), this server serves"
             f" {base.name} (fingerprint {base.fingerprint[:12]}); serve the base it was trained on"
         )
-    config = read_adapter_config(registry.path(agent, version))
     try:
         validate_adapter_config(config, max_lora_rank=limits.max_lora_rank)
     except AdapterError as error:
@@ -155,6 +173,24 @@ class Loader:
         with step(served_name(agent, version), "check"):
             return check_version(self.registry, self.base, self.limits, agent, version)
 
+    def look_over(self, agent: str, version: int) -> AdapterManifest:
+        """As :meth:`check`, without reading long files; :meth:`compare` does that.
+
+        Raises:
+            StepError: see there.
+        """
+        with step(served_name(agent, version), "check"):
+            return look_over(self.registry, self.base, self.limits, agent, version)
+
+    def compare(self, manifest: AdapterManifest) -> None:
+        """Compare a version's files with their checksums.
+
+        Raises:
+            StepError: when one differs.
+        """
+        with step(manifest.served_name, "check"):
+            self.registry.verify_files(manifest)
+
     def bring_up(self, agent: str, version: int) -> ProbeReport:
         """Check, load and probe one version; safe to repeat.
 
@@ -162,25 +198,50 @@ class Loader:
             StepError: naming the step; the version is then not left loaded.
         """
         manifest = self.check(agent, version)
-        name = manifest.served_name
         try:
-            with step(name, "load"):
-                self.load(manifest)
-            with step(name, "probe"):
-                return self.probe(manifest)
+            return self.load_and_probe(manifest)
         except StepError:
             with contextlib.suppress(ServerError):
-                self.client.unload(name)
+                self.client.unload(manifest.served_name)
             raise
 
-    def load(self, manifest: AdapterManifest) -> None:
-        """Load a version that was checked; one that is loaded stays so.
+    def load_and_probe(
+        self,
+        manifest: AdapterManifest,
+        *,
+        compared: Callable[[], None] = lambda: None,
+        replica: str | None = None,
+        begins: Callable[[Step], None] = lambda _: None,
+    ) -> ProbeReport:
+        """Load a version that was looked over, and probe it; it stays loaded whatever comes out.
+
+        Whether the engine lists it from its folder is asked while it computes the probe's answer.
+
+        Args:
+            compared: returns when the weights are those that were published, or raises; nothing is
+                computed with them before.
+            replica: named in errors.
+            begins: is told every step that begins.
 
         Raises:
-            ServerError: when the engine does not list it from its folder afterwards.
+            StepError: naming the step.
         """
+        name = manifest.served_name
         folder = self.registry.path(manifest.agent, manifest.version)
-        self.client.load(manifest.served_name, folder)
+        begins("load")
+        with step(name, "load", replica):
+            self.client.ask_to_load(name, folder)
+        begins("check")
+        compared()
+        begins("probe")
+        listed = aside(self.client.require_loaded, name, folder)
+        try:
+            with step(name, "probe", replica):
+                return self.probe(manifest)
+        finally:  # an engine that does not list it fails at that, whatever it answered
+            begins("load")
+            with step(name, "load", replica):
+                listed.result()
 
     def probe(self, manifest: AdapterManifest) -> ProbeReport:
         """Whether a loaded version answers as it should; it stays loaded whatever comes out.

@@ -3,7 +3,9 @@
 Invariant: check, load and probe on every replica that takes traffic, write ``CURRENT``, then move
 the alias; the old version is taken out only when its last request has ended and no episode keeps
 it. Whatever fails, the agent keeps answering from the old version, nobody sees the new one, and the
-alias and ``CURRENT`` agree. A swap goes on to its end when whoever asked for it has left.
+alias and ``CURRENT`` agree. What the disk is to get is written while the engines load, so that the
+alias waits for one rename; the line of the trail is on disk, too, before the swap is called done. A
+swap goes on to its end when whoever asked for it has left.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from marft_agents.errors import MarftError
 from marft_agents.registry import Change
+from marft_agents.registry.moving import Move
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
@@ -88,27 +92,20 @@ class Swapper:
         async with self._lock:
             before = self.aliases.current(slug)
             old = Route(slug, before) if before is not None else None
+            move: Move | None = None
             try:
-                with step(new.name, "check"):
-                    await in_thread(
-                        self.fleet.registry.require_movable,
-                        slug,
-                        version,
-                        force=change.force,
-                        back=change.action == "rollback",
-                    )
-                report = await self._bring_up(new, old)
-                change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
                 if old != new:
-                    await self._move(new, change)
-                else:  # somebody may have moved CURRENT without telling this server
-                    await self._record(new, change)
+                    report, move = await self._move(new, change)
+                else:
+                    report = await self._probe_again(new, change)
             except StepError as error:
                 await in_thread(self._note_failure, new, before, change, error)
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
             moved = self.aliases.move_over(new) if moving else 0
+            if move is not None:
+                await self._finish(move)
         replaced = old if old != new else None
         return {
             "agent": slug,
@@ -134,18 +131,28 @@ class Swapper:
         await self._await_room(route)
         async with self._lock:
             try:
-                yield await self._bring_up(route, None)
+                yield await self._bring_up(route)
             finally:
                 if not self.aliases.is_needed(route):
                     self.start_retiring(route)
 
-    async def _bring_up(self, new: Route, old: Route | None) -> ProbeReport:
-        if new == old:
-            # A failed probe must not unload what serves, so this asks without loading.
-            return await self.fleet.probe_again(new)
+    async def _bring_up(self, new: Route, allowed: Callable[[], None] | None = None) -> ProbeReport:
         with step(new.name, "check"):
             self._require_room(new)
-        return await self.fleet.bring_up(new, in_use=self.aliases.is_needed(new))
+        in_use = self.aliases.is_needed(new)
+        return await self.fleet.bring_up(new, in_use=in_use, allowed=allowed)
+
+    async def _probe_again(self, new: Route, change: Change) -> ProbeReport:
+        with step(new.name, "check"):
+            await in_thread(self._require_movable, new, change)
+        # A failed probe must not unload what serves, so this asks without loading.
+        report = await self.fleet.probe_again(new)
+        change = replace(change, evidence={**change.evidence, "probe": report.as_json()})
+        with step(
+            new.name, "record"
+        ):  # somebody may have moved CURRENT without telling this server
+            await in_thread(self.fleet.registry.move, new.agent, new.version, change)
+        return report
 
     def _has_room(self, new: Route) -> bool:
         slots, kept = self.fleet.limits.slots, self.aliases.kept()
@@ -184,17 +191,46 @@ class Swapper:
         with contextlib.suppress(MarftError, OSError), registry.changing(new.agent):
             registry.note(action, new.agent, before, new.version, change, result=str(error))
 
-    async def _record(self, new: Route, change: Change) -> None:
-        with step(new.name, "record"):
-            await in_thread(self.fleet.registry.move, new.agent, new.version, change)
+    def _require_movable(self, new: Route, change: Change) -> None:
+        back = change.action == "rollback"
+        registry = self.fleet.registry
+        registry.require_movable(new.agent, new.version, force=change.force, back=back)
 
-    async def _move(self, new: Route, change: Change) -> None:
+    async def _move(self, new: Route, change: Change) -> tuple[ProbeReport, Move]:
+        """Bring it up, and meanwhile write what can be written; then move ``CURRENT`` and alias."""
+        preparing = asyncio.create_task(self._prepare(new, change))
         try:
-            await self._record(new, change)
+            report = await self._bring_up(new, partial(self._require_movable, new, change))
+        except BaseException:
+            with contextlib.suppress(StepError):
+                await in_thread(self.fleet.registry.discard_move, await preparing)
+            raise
+        try:
+            move = await preparing
+            with step(new.name, "record"):
+                told = {"probe": report.as_json()}
+                await in_thread(self.fleet.registry.commit_move, move, told)
         except StepError:
             self.start_retiring(new)
             raise
         self.aliases.point(new)
+        return report, move
+
+    async def _prepare(self, new: Route, change: Change) -> Move:
+        with step(new.name, "record"):
+            registry = self.fleet.registry
+            return await in_thread(registry.prepare_move, new.agent, new.version, change)
+
+    async def _finish(self, move: Move) -> None:
+        try:
+            await in_thread(self.fleet.registry.finish_move, move)
+        except OSError as error:
+            _log.error(
+                "%s was swapped, and the disk does not confirm its line in the trail (%s); look"
+                " after the disk, and at the trail with marft-agents adapters show",
+                move.agent,
+                error,
+            )
 
     def start_retiring(self, route: Route) -> asyncio.Task[bool]:
         """Give the version to no new episode, and unload it when nobody has it any more."""

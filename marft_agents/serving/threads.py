@@ -10,10 +10,26 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+
+def aside(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+    """Begin ``work`` in a thread of its own that the process does not wait for."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="marft-aside", daemon=True).start()
+    return future
 
 
 async def in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

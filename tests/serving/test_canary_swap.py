@@ -243,7 +243,7 @@ def test_a_promotion_that_fails_leaves_the_canary_as_it_was(
     (mine,) = episodes_of(stage, 2, 1)
     ask(stage, mine)
     with monkeypatch.context() as patch:
-        patch.setattr(stage.house.registry, "move", full)
+        patch.setattr(stage.house.registry, "commit_move", full)
         with pytest.raises(SwapError, match=r"step record of router@v2"):
             stage.operator.swap("router", 2, ME)
     stage.engine.faults.extra_effect = 0.5

@@ -341,7 +341,7 @@ def test_a_disk_that_refuses_current_leaves_alias_and_disk_agreeing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stage.house.registry, "move", full)
+    monkeypatch.setattr(stage.house.registry, "commit_move", full)
     with pytest.raises(SwapError, match=r"step record of router@v2.*No space.*router@v1 still"):
         stage.operator.swap("router", 2)
     stage.wait(lambda: "router@v2" not in stage.engine.adapters)
@@ -353,7 +353,7 @@ def test_case_27_an_audit_trail_that_cannot_be_written_leaves_alias_and_disk_agr
 ) -> None:
     """Case 27: ``CURRENT`` was moved already when the disk filled up."""
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

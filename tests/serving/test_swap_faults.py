@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 
 from marft_agents.errors import RegistryError, ServerError, SwapError
 from marft_agents.registry import durable
+from marft_agents.serving import loader
 from marft_agents.serving.gateway_client import GatewayClient
 from tests.serving.fake_engine import KINDS, FakeEngine
 from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, OPERATOR_KEY, House, Stage, running_stage
@@ -131,7 +132,7 @@ def test_what_cannot_be_unloaded_is_unloaded_later(
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("fault", ["disk", "lock", "trail"])
+@pytest.mark.parametrize("fault", ["prepare", "lock", "commit", "rename", "trail"])
 def test_a_version_that_cannot_be_recorded_goes_from_every_replica(
     house: House, monkeypatch: pytest.MonkeyPatch, replicas: int, fault: str
 ) -> None:
@@ -143,17 +144,81 @@ def test_a_version_that_cannot_be_recorded_goes_from_every_replica(
 
     with running_stage(house, replicas=replicas) as stage, asking(stage) as answers:
         with monkeypatch.context() as patch:
-            if fault == "trail":
-                patch.setattr(durable, "append_line", full)
-            else:
-                patch.setattr(house.registry, "move", full if fault == "disk" else locked)
+            broken: dict[str, tuple[object, str, object]] = {
+                "prepare": (durable, "write_files", full),
+                "lock": (house.registry, "prepare_move", locked),
+                "commit": (house.registry, "commit_move", full),
+                "rename": (durable, "fsync_folder", _Then(full, durable.fsync_folder, 1)),
+                "trail": (durable, "append_line", full),
+            }
+            patch.setattr(*broken[fault])
             with pytest.raises(SwapError, match=r"step record of router@v2.*router@v1 still"):
                 stage.operator.swap("router", 2)
         settled(stage, BEFORE)
         assert answers <= {"router@v1"}
         assert house.registry.current("router") == 1
+        assert not [*(house.registry.root / "router").glob(".*")], "nothing is left of the try"
         assert stage.operator.swap("router", 2)["to"] == 2
         stage.wait(lambda: "router@v2" in answers)
+
+
+def test_a_line_that_the_disk_does_not_confirm_is_said_and_kept(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with running_stage(house) as stage:
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "flush_file", flush := _Then(broken, durable.flush_file, 2))
+            assert stage.operator.swap("router", 2)["to"] == 2
+        assert flush.calls == 3, "the next CURRENT, the line beforehand, and then the trail"
+        assert "the disk does not confirm its line" in caplog.text
+        assert house.registry.current("router") == 2
+        swap_back(stage)  # nobody is kept from the registry
+        told = [(e["from"], e["to"]) for e in house.registry.audit("router") if e["from"]]
+        assert told == [(1, 2), (2, 1)]
+
+
+def _probes(engine: FakeEngine) -> int:
+    return sum(seen.path == "/v1/completions" for seen in engine.seen)
+
+
+class _Then:
+    """As before for a number of calls, then otherwise."""
+
+    def __init__(self, then: Callable[..., None], before: Callable[..., None], times: int) -> None:
+        self.calls, self._times, self._before, self._then = 0, times, before, then
+
+    def __call__(self, *arguments: object) -> None:
+        self.calls += 1
+        (self._before if self.calls <= self._times else self._then)(*arguments)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_long_weights_that_are_not_those_published_get_no_request(
+    house: House, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """They are compared while the engine loads them, which may fail for the same reason."""
+    monkeypatch.setattr(loader, "LONG_FILE", 10)
+    weights = house.registry.path("router", 2) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.chmod(0o644)
+    with running_stage(house, replicas=2) as stage:
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        if refused:
+            stage.engines[0].faults.load_status = 500
+        probes = [_probes(engine) for engine in stage.engines]
+        with asking(stage) as answers, pytest.raises(SwapError) as caught:
+            stage.operator.swap("router", 2)
+        for part in ("step check of router@v2", "checksum", "router@v1 still serves"):
+            assert part in str(caught.value)
+        assert answers <= {"router@v1"}
+        assert [_probes(engine) for engine in stage.engines] == probes
+        assert loaded(stage) == [BEFORE] * 2
+        weights.write_bytes(whole)
+        stage.engines[0].faults.load_status = 200
+        assert stage.operator.swap("router", 2)["to"] == 2
 
 
 def test_the_whole_swap_has_a_limit(house: House) -> None:
