@@ -1,6 +1,7 @@
 # Everything here works on a bare machine with Python 3.11+ and can be run again.
 PYTHON ?= python3
 ENGINE ?= auto
+TESTS ?=
 BIN := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
@@ -20,7 +21,7 @@ quickstart: setup
 	@$(BIN)/python -m examples.support_triage.quickstart
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 test-runtimes: setup
 	$(BIN)/python tools/runtimes.py
