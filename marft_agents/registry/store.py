@@ -424,8 +424,9 @@ class Registry(RegistryReader):
         move = self._prepare(slug, version, change)
         try:
             self._commit(move, flush=True)
-        finally:
+        except BaseException:
             move.take_away()
+            raise
         self._clean_up(move)
         return move.before
 
