@@ -16,6 +16,17 @@ ENGINES = {
     "scripted": "A scripted engine, where loading costs nothing and a token comes every 20 ms",
     "vllm": "vLLM on the CPU, a random Llama of 2 layers",
 }
+_STEPS = {
+    "the folder is looked over": "check",
+    "the engine loads": "load",
+    "the engine answers the probe": "probe",
+    "`CURRENT` is on disk": "record",
+}
+_BESIDE = {
+    "prepare": "the line of the trail put on disk beforehand",
+    "compare": "the rest of the checksums",
+    "list": "whether the engine lists it",
+}
 MOST_RATIO = 1.3
 """What the gateway is to keep to."""
 _HEAD = [
@@ -31,20 +42,41 @@ def chapter(records: Sequence[Record]) -> list[str]:
         "## How long a swap takes",
         "",
         "From the call to the first token of the new version, on an engine that has not seen the"
-        " adapter: `marft-agents serve` (the swap, then a request of the agent once the new version"
-        " is the one that answers) and the engine by itself (load, then a request) take turns. The"
-        " gateway checks the folder against its checksums and probes what the engine has loaded"
-        " before any request gets it; its call returns when the swap is on disk and the old version"
-        " is unloaded. Others stream from another agent meanwhile; their longest wait for a chunk"
-        " is compared with the longest in a time of the same length before. Medians, least and"
-        " most of the repeats.",
+        " adapter: `marft-agents serve` (the swap, then a request of the agent) and the engine by"
+        " itself (load, then a request) take turns. The gateway compares the folder with its"
+        " checksums, compares what the engine computes with the loaded adapter with what it"
+        " should (the probe) before any request gets it, and returns when the new version is the"
+        " one that answers and who swapped it is on disk. Others stream from another agent"
+        " meanwhile; their longest wait for a chunk is compared with the longest in a time of the"
+        " same length before. Medians, least and most of the repeats.",
         "",
     ]
-    for engine, label in ENGINES.items():
-        of_engine = [r for r in records if r["engine"] == engine]
-        if of_engine:
-            out += [f"### {label}", "", *lines_for(of_engine), "", _verdict(of_engine), ""]
+    for engine, model in dict.fromkeys((r["engine"], r.get("model")) for r in records):
+        mine = [r for r in records if (r["engine"], r.get("model")) == (engine, model)]
+        label = ENGINES[engine] if model is None else f"{engine}, {model}"
+        out += [f"### {label}", "", *lines_for(mine), "", _verdict(mine), ""]
     return out[:-1]
+
+
+def _where(records: Sequence[Record]) -> list[str]:
+    """Where the time of a swap goes; of results that tell."""
+    mine = [r for r in records if r.get("steps")]
+    if not mine:
+        return []
+    out = ["", f"| others streaming | {' | '.join(_STEPS)} | the call's rest | first token |"]
+    out.append("|---:|" + "---:|" * (len(_STEPS) + 2))
+    for clients in sorted({r["clients"] for r in mine}):
+        found = [r for r in mine if r["clients"] == clients]
+        steps = [[r["steps"].get(name, 0.0) for r in found] for name in _STEPS.values()]
+        rest = [r["call_s"] - sum(row) for r, *row in zip(found, *steps, strict=True)]
+        first = [r["total_s"] - r["call_s"] for r in found]
+        cells = [_spread([1e3 * s for s in column], ",.0f") for column in (*steps, rest, first)]
+        out.append(f"| {clients} | {' | '.join(cells)} |")
+    beside = [
+        f"{what} {_spread([1e3 * r['steps'].get(name, 0.0) for r in mine], ',.0f')}"
+        for name, what in _BESIDE.items()
+    ]
+    return [*out, "", f"Milliseconds, one after the other. Beside them: {'; '.join(beside)}."]
 
 
 def _verdict(records: Sequence[Record]) -> str:
@@ -76,7 +108,7 @@ def lines_for(records: Sequence[Record]) -> list[str]:
             if mine:
                 ratios = _ratios(of_kind) if target != "direct" else []
                 out.append(_row(clients, label, mine, ratios))
-    return out
+    return [*out, *_where(records)]
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -126,6 +126,7 @@ class CanaryActions:
         *,
         now: bool = False,
         watch: Bounds | None = None,
+        wait: bool = True,
     ) -> dict[str, Any]:
         """:meth:`Swapper.swap`, with what it means for a canary.
 
@@ -134,7 +135,9 @@ class CanaryActions:
         Raises:
             StepError: naming the step that failed and what still serves.
         """
-        return await self._whole(self._swap(agent, version, change or Change(), now, watch))
+        return await self._whole(
+            self._swap(agent, version, change or Change(), now, watch, wait=wait)
+        )
 
     def told(self, agent: str) -> dict[str, Any]:
         """The agent's canary and watch in numbers, and how the last one ended."""
@@ -252,6 +255,7 @@ class CanaryActions:
         watch: Bounds | None,
         *,
         locked: bool = False,
+        wait: bool = True,
     ) -> dict[str, Any]:
         async with contextlib.nullcontext() if locked else self._lock:
             slug = adapter_slug(agent)
@@ -263,7 +267,7 @@ class CanaryActions:
             if watch is not None:
                 change = replace(change, evidence={**change.evidence, "watch": watch.model_dump()})
             try:
-                result = await self.swapper.swap(slug, version, change, now=now)
+                result = await self.swapper.swap(slug, version, change, now=now, wait=wait)
             finally:
                 await self._agree(slug)
             before = result["from"]
@@ -283,6 +287,8 @@ class CanaryActions:
 
     async def _agree(self, agent: str) -> None:
         """After a swap, or one that failed: what the disk says of the canary holds here, too."""
+        if agent not in self._pending and agent not in self._running:
+            return
         if await in_thread((self._registry.root / agent / CANARY_FILE).exists):
             return
         self._pending.pop(agent, None)

@@ -92,6 +92,8 @@ class _Swap(_Asked):
     version: int
     now: bool = False
     watch: Bounds | None = None
+    wait: bool = True
+    """For the old version to be unloaded."""
 
 
 class _Canary(_Asked):
@@ -182,7 +184,12 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
         told = await _body(request, _Swap, '{"agent": "<name>", "version": <number>}')
         with _refusals():
             done = await canaries.swap(
-                told.agent, told.version, told.change(), now=told.now, watch=told.watch
+                told.agent,
+                told.version,
+                told.change(),
+                now=told.now,
+                watch=told.watch,
+                wait=told.wait,
             )
         return JSONResponse(done)
 

@@ -79,21 +79,26 @@ class GatewayClient:
         *,
         now: bool = False,
         watch: Bounds | None = None,
+        wait: bool = True,
     ) -> dict[str, Any]:
         """Serve ``version`` for ``agent``; ``change`` is for the audit trail.
 
         Args:
             now: move over the episodes that keep an older version, too.
             watch: go back by itself when the version does worse than the one before did.
+            wait: for the old version to be unloaded, 2 s at most; otherwise the call returns as
+                soon as the new one answers.
 
         Returns:
-            agent, from, to, probe, unloaded, leases, moved.
+            agent, from, to, probe, unloaded, leases, moved, and seconds by step.
 
         Raises:
             SwapError: when the swap was refused or failed; the old version still serves.
             ServerError: when the server is down.
         """
         more: dict[str, Any] = {"version": version} | ({"now": True} if now else {})
+        if not wait:
+            more["wait"] = False
         if watch is not None:
             more["watch"] = watch.model_dump()
         return self._change("swap", agent, change, more, sign="probe")

@@ -52,9 +52,14 @@ class StepError(SwapError):
 
 
 @contextlib.contextmanager
-def step(name: str, doing: Step, replica: str | None = None) -> Generator[None]:
-    """Name the step, and the replica, in whatever error leaves the block."""
-    with timed_step(doing, replica):
+def step(
+    name: str, doing: Step, replica: str | None = None, *, part: str | None = None
+) -> Generator[None]:
+    """Name the step, and the replica, in whatever error leaves the block.
+
+    A ``part`` of it that is done beside other steps is timed by itself.
+    """
+    with timed_step(part or doing, replica):
         try:
             yield
         except StepError:
@@ -188,7 +193,7 @@ class Loader:
         Raises:
             StepError: when one differs.
         """
-        with step(manifest.served_name, "check"):
+        with step(manifest.served_name, "check", part="compare"):
             self.registry.verify_files(manifest)
 
     def bring_up(self, agent: str, version: int) -> ProbeReport:
@@ -240,7 +245,7 @@ class Loader:
                 return self.probe(manifest)
         finally:  # an engine that does not list it fails at that, whatever it answered
             begins("load")
-            with step(name, "load", replica):
+            with step(name, "load", replica, part="list"):
                 listed.result()
 
     def probe(self, manifest: AdapterManifest) -> ProbeReport:

@@ -28,7 +28,7 @@ from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.keeper import Keeper
 from marft_agents.serving.loader import StepError, step
 from marft_agents.serving.probe import ProbeReport
-from marft_agents.serving.swap_events import SwapObserver, observed
+from marft_agents.serving.swap_events import SwapObserver, observed, spent
 from marft_agents.serving.threads import in_thread
 
 _log = logging.getLogger(__name__)
@@ -52,17 +52,26 @@ class Swapper:
         self.observers: list[SwapObserver] = []
 
     async def swap(
-        self, agent: str, version: int, change: Change | None = None, *, now: bool = False
+        self,
+        agent: str,
+        version: int,
+        change: Change | None = None,
+        *,
+        now: bool = False,
+        wait: bool = True,
     ) -> dict[str, Any]:
         """Serve ``version`` for ``agent``; a version that serves already is only probed again.
 
         ``change`` says for the audit trail who asks and why; a swap that fails is in it, too.
         Episodes keep the version they have, unless the swap is a rollback, or one that is to hold
-        for them ``now``: they then get ``version`` at their next call.
+        for them ``now``: they then get ``version`` at their next call. Without ``wait`` the old
+        version is unloaded later.
 
         Returns:
             agent, from, to, probe, whether the old version was unloaded within the wait, how many
-            episodes (``leases``) keep it, and how many were ``moved``.
+            episodes (``leases``) keep it, how many were ``moved``, and the ``seconds`` of each
+            step: ``check``, ``load``, ``probe`` and ``record`` came one after the other,
+            ``prepare``, ``compare`` and ``list`` beside them.
 
         Raises:
             StepError: naming the step that failed and what still serves.
@@ -70,7 +79,7 @@ class Swapper:
         """
         self.fleet.require_taking()
         new = Route(adapter_slug(agent), version)
-        work = self._swap(new, change or Change(), now=now)
+        work = self._swap(new, change or Change(), now=now, wait=wait)
         task = asyncio.create_task(observed(work, new.agent, new.version, self.observers))
         self._swaps.add(task)
         self.fleet.swaps += 1
@@ -83,7 +92,7 @@ class Swapper:
         if not task.cancelled():
             task.exception()  # whoever asked may have left
 
-    async def _swap(self, new: Route, change: Change, *, now: bool) -> dict[str, Any]:
+    async def _swap(self, new: Route, change: Change, *, now: bool, wait: bool) -> dict[str, Any]:
         slug, version = new.agent, new.version
         moving = now or change.action == "rollback"
         if moving and not self._has_room(new):  # what episodes keep must not hold up a rollback
@@ -92,29 +101,34 @@ class Swapper:
         async with self._lock:
             before = self.aliases.current(slug)
             old = Route(slug, before) if before is not None else None
-            move: Move | None = None
+            moved = 0
+
+            def point() -> None:
+                nonlocal moved
+                self.aliases.point(new)
+                moved = self.aliases.move_over(new) if moving else 0
+
             try:
                 if old != new:
-                    report, move = await self._move(new, change)
+                    report = await self._move(new, change, point)
                 else:
                     report = await self._probe_again(new, change)
+                    point()
             except StepError as error:
                 await in_thread(self._note_failure, new, before, change, error)
                 still = f"{old.name} still serves" if old else f"{slug} is not served"
                 message = f"swap stopped at {error}; {still}"
                 raise StepError(message, step=error.step, refused=error.refused) from error
-            moved = self.aliases.move_over(new) if moving else 0
-            if move is not None:
-                await self._finish(move)
         replaced = old if old != new else None
         return {
             "agent": slug,
             "from": before,
             "to": version,
             "probe": report.as_json(),
-            "unloaded": await self.retire(replaced) if replaced is not None else False,
-            "leases": self.aliases.leased(replaced) if replaced is not None else 0,
+            "unloaded": await self.retire(replaced, wait=wait) if replaced else False,
+            "leases": self.aliases.leased(replaced) if replaced else 0,
             "moved": moved,
+            "seconds": spent(),
         }
 
     @contextlib.asynccontextmanager
@@ -196,7 +210,7 @@ class Swapper:
         registry = self.fleet.registry
         registry.require_movable(new.agent, new.version, force=change.force, back=back)
 
-    async def _move(self, new: Route, change: Change) -> tuple[ProbeReport, Move]:
+    async def _move(self, new: Route, change: Change, point: Callable[[], None]) -> ProbeReport:
         """Bring it up, and meanwhile write what can be written; then move ``CURRENT`` and alias."""
         preparing = asyncio.create_task(self._prepare(new, change))
         try:
@@ -206,24 +220,27 @@ class Swapper:
                 await in_thread(self.fleet.registry.discard_move, await preparing)
             raise
         try:
-            move = await preparing
-            with step(new.name, "record"):
-                told = {"probe": report.as_json()}
-                await in_thread(self.fleet.registry.commit_move, move, told)
+            move, loop = await preparing, asyncio.get_running_loop()
+            on_disk = partial(loop.call_soon_threadsafe, point)
+            await in_thread(self._write, move, {"probe": report.as_json()}, on_disk)
         except StepError:
             self.start_retiring(new)
             raise
-        self.aliases.point(new)
-        return report, move
+        return report
 
     async def _prepare(self, new: Route, change: Change) -> Move:
-        with step(new.name, "record"):
+        with step(new.name, "record", part="prepare"):
             registry = self.fleet.registry
             return await in_thread(registry.prepare_move, new.agent, new.version, change)
 
-    async def _finish(self, move: Move) -> None:
+    def _write(self, move: Move, evidence: dict[str, Any], on_disk: Callable[[], object]) -> None:
+        """Move ``CURRENT``, say that it is on disk, then wait for the line of the trail."""
+        registry = self.fleet.registry
+        with step(Route(move.agent, move.version).name, "record"):
+            registry.commit_move(move, evidence)
+        on_disk()
         try:
-            await in_thread(self.fleet.registry.finish_move, move)
+            registry.finish_move(move)
         except OSError as error:
             _log.error(
                 "%s was swapped, and the disk does not confirm its line in the trail (%s); look"
@@ -252,13 +269,13 @@ class Swapper:
         self.start_retiring(route)
         return True
 
-    async def retire(self, route: Route) -> bool:
+    async def retire(self, route: Route, *, wait: bool = True) -> bool:
         """Whether it was unloaded within the wait; it is unloaded later otherwise.
 
         Episodes may keep it for long, so those are not waited for.
         """
         task = self.start_retiring(route)
-        wait_s = 0.0 if self.aliases.leased(route) else self._wait_for_drain_s
+        wait_s = self._wait_for_drain_s if wait and not self.aliases.leased(route) else 0.0
         done, _ = await asyncio.wait({task}, timeout=wait_s)
         return bool(done) and task.result()
 

@@ -70,6 +70,15 @@ class _Steps:
 _STEPS: ContextVar[_Steps | None] = ContextVar("marft_swap_steps", default=None)
 
 
+def spent() -> dict[str, float]:
+    """Seconds of every step of the swap under way so far, of the slowest replica each."""
+    steps, out = _STEPS.get(), dict[str, float]()
+    for event in steps.events("", 0) if steps is not None else ():
+        if event.step is not None:
+            out[event.step] = max(event.seconds, out.get(event.step, 0.0))
+    return out
+
+
 @contextlib.contextmanager
 def timed_step(step: str, replica: str | None) -> Generator[None]:
     """Note how long the block takes and how it ends, where a swap is under way."""

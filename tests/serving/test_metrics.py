@@ -192,7 +192,10 @@ def test_swaps_are_counted_and_timed_by_step(stage: Stage) -> None:
     assert page.sum("marft_swaps_total", result="failed", step="load") == 1
     assert page.values("marft_swap_step_seconds_count", "step") == {
         "check",
+        "compare",
+        "list",
         "load",
+        "prepare",
         "probe",
         "record",
     }
