@@ -106,11 +106,10 @@ class RegistryReader:
     def history(self, agent: str) -> list[int]:
         """Versions in use, oldest first, that are still there; a rollback walks back through them.
 
-        Raises:
-            RegistryError: when ``CURRENT`` is unreadable or names a version that is gone.
+        The last is in use, unless ``CURRENT`` is unreadable or names a version that is gone.
         """
         slug = adapter_slug(agent)
-        now, there = self.current(slug), self.versions(slug)
+        now, there = self._current_or_none(slug), self.versions(slug)
         told = in_use(self._audit.entries(slug))
         if now is not None and now not in told[-1:]:
             told.append(now)
@@ -132,16 +131,19 @@ class RegistryReader:
         """
         slug = adapter_slug(agent)
         self.path(slug, to or next(iter(self.versions(slug)), 1))  # says what is unknown
-        if to is not None and to == self.current(slug):
+        now = self._current_or_none(slug)
+        if to is not None and to == now:
             return to
-        before = self.history(slug)[:-1]
+        before = self.history(slug)
+        if now is not None:
+            before.pop()
         target = to if to in before else None if to else next(reversed(before), None)
         if target is not None:
             return target
         what = f"version {to} was never in use" if to else "nothing came before it"
         known = ", ".join(map(str, self.versions(slug)))
         raise RegistryError(
-            f"agent {agent!r} is at version {self.current(slug)} and {what}, says the audit trail;"
+            f"agent {agent!r} is at version {now} and {what}, says the audit trail;"
             f" to use another version (it has {known}): marft-agents adapters promote {slug} N"
         )
 
@@ -232,7 +234,7 @@ class RegistryReader:
                 f"agent {slug!r} is pinned to version {pinned}; take the pin off (marft-agents"
                 f" adapters pin {slug} --remove), or go to version {version} with --force"
             )
-        if force or back or version == self.current(slug):
+        if force or back or version == self._current_or_none(slug):
             return
         canary = self.canary(slug)
         if canary is not None and canary.version != version:

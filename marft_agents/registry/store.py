@@ -167,11 +167,11 @@ class Registry(RegistryReader):
         slug = move.agent
         try:
             move.held.enter_context(locks.changing(self.root))
-            if not (move.standing and self.current(slug) == move.before):
+            if not (move.standing and self._current_or_none(slug) == move.before):
                 move.take_away()
                 self._settle(slug)
                 anew = self._prepare(slug, move.version, move.change)
-                move.new, move.before = anew.new, anew.before
+                move.new, move.line, move.before = anew.new, anew.line, anew.before
             move.change = replace(move.change, evidence={**move.change.evidence, **evidence})
             self._commit(move, flush=False)
         except BaseException:
@@ -432,7 +432,7 @@ class Registry(RegistryReader):
 
     def _prepare(self, slug: str, version: int, change: Change) -> Move:
         self.path(slug, version)
-        move = Move(self.root / slug, version, self.current(slug), change)
+        move = Move(self.root / slug, version, self._current_or_none(slug), change)
         if move.before != version:
             back = change.action == "rollback"
             self.require_movable(slug, version, force=change.force, back=back)

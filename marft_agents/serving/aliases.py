@@ -67,6 +67,7 @@ class Aliases:
         self._splits: dict[str, Split] = {}
         self._loaded: set[Route] = set()
         self._retired: set[Route] = set()
+        self._lost: dict[str, str] = {}
         self._in_flight: Counter[Route] = Counter()
         self._idle: dict[Route, asyncio.Event] = {}
 
@@ -93,7 +94,8 @@ class Aliases:
         """
         shared = [Route(agent, split.version) for agent, split in sorted(self._splits.items())]
         kept = sorted((r for r in self._loaded if self.leased(r)), key=lambda r: r.name)
-        return list(dict.fromkeys([*self.routes(), *shared, *kept]))
+        current = [route for route in self.routes() if route.agent not in self._lost]
+        return list(dict.fromkeys([*current, *shared, *kept]))
 
     def kept(self) -> dict[Route, str]:
         """Every loaded version, and why it is: each takes a slot of the engine."""
@@ -119,7 +121,7 @@ class Aliases:
         version = None if episode is None else self._leased_version(episode, agent)
         if version is None:
             version = self._drawn(agent, episode)
-        if version is None:
+        if version is None or (agent in self._lost and version == self._current[agent]):
             return None
         if episode is not None:
             self.leases.take(episode, agent, version)
@@ -155,6 +157,7 @@ class Aliases:
         """Make the version the agent's current one, for every episode that begins from now on."""
         self._loaded.add(route)
         self._retired.discard(route)
+        self._lost.pop(route.agent, None)
         self._current[route.agent] = route.version
         split = self._splits.get(route.agent)
         if split is not None and split.version == route.version:
@@ -200,6 +203,19 @@ class Aliases:
         self._retired.add(route)
         self.leases.drop(route.agent, version=route.version)
         return True
+
+    def lose(self, route: Route, why: str) -> None:
+        """Do without the agent's current version, which no engine can load any more.
+
+        Its agent is not answered until ``point`` says which version is current.
+        """
+        self._lost[route.agent] = why
+        self._loaded.discard(route)
+        self.leases.drop(route.agent, version=route.version)
+
+    def lost(self, agent: str) -> str | None:
+        """Why the agent's current version cannot be loaded; ``None`` while it can."""
+        return self._lost.get(agent)
 
     def is_retired(self, route: Route) -> bool:
         return route in self._retired

@@ -155,6 +155,7 @@ def _agents(canaries: Canaries) -> dict[str, Any]:
                 r.name: n for r in kept if r.agent == current.agent and (n := aliases.leased(r))
             },
             **canaries.told(current.agent),
+            **({"lost": why} if (why := aliases.lost(current.agent)) is not None else {}),
         }
         for current in aliases.routes()
     }

@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp
 
+from marft_agents.errors import ConfigError
+from marft_agents.schema import adapter_slug, parse_served_name
 from marft_agents.serving.access import Access, Client
 from marft_agents.serving.admission import Admission, Ticket
 from marft_agents.serving.aliases import Aliases, Route
@@ -32,7 +34,7 @@ from marft_agents.serving.control import control_routes
 from marft_agents.serving.dispatch import Dispatch
 from marft_agents.serving.episode_routes import agent_routes, closed_routes, episode_routes
 from marft_agents.serving.fields import Fields
-from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet
+from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet, unready
 from marft_agents.serving.health import monitoring_routes
 from marft_agents.serving.identity import caller_of, episode_of
 from marft_agents.serving.logs import log_swap, log_visit
@@ -293,6 +295,13 @@ class Gateway:
         route = self.aliases.resolve(asked, episode) if named else None
         if route is not None:
             return route
+        lost = [r for r in self.aliases.routes() if named and r.agent == _agent_of(asked)]
+        if lost and self.aliases.lost(lost[0].agent) is not None:
+            raise unready(
+                f"{lost[0].name}, which is in use, is lost or damaged on the server's disk; whoever"
+                " runs it can let another version answer: marft-agents adapters rollback"
+                f" {lost[0].agent} --server URL, or adapters promote {lost[0].agent} N --server URL"
+            )
         known = ", ".join(agent for agent in self.aliases.agents if client.may_ask(agent))
         if not named:
             raise Refusal(400, f"the request names no model; use one of the agents: {known}")
@@ -308,6 +317,12 @@ class Gateway:
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
         return headers | {"X-Marft-Adapter": route.name} | self._announced
+
+
+def _agent_of(model: Any) -> str | None:
+    with contextlib.suppress(ConfigError):
+        return (parse_served_name(str(model)) or (adapter_slug(str(model)), 0))[0]
+    return None
 
 
 def _not_for(client: Client, agent: str) -> Refusal:

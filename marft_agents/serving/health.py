@@ -3,7 +3,9 @@
 Invariant: no probe asks an engine anything. ``/health`` says that this process answers: it is for
 whoever would restart it, which mends no engine (the supervisor does that), so it is 200 while
 engines are down. ``/ready`` says whether a request would be answered: a replica takes traffic,
-which means that it was seen alive and has every agent's current version loaded and probed. Reasons,
+which means that it was seen alive and has every agent's current version loaded and probed, but for
+versions that are lost on disk: as long as another agent is answered, that is told and is no reason
+to send all of them nothing. Reasons,
 replicas and versions are told to this machine and to keys of operators and monitors only.
 """
 
@@ -38,12 +40,20 @@ def problems(fleet: Fleet, aliases: Aliases) -> list[str]:
     """Why a request would not be answered; empty when it would."""
     if fleet.stopping:
         return ["this server is being stopped"]
-    kept = aliases.kept()
+    kept, lost = aliases.kept(), lost_agents(aliases)
+    if len(lost) < len(aliases.agents):  # the others are answered
+        kept |= {route: "lost" for route in aliases.routes() if route.agent in lost}
     found = [f"{route.name} is not loaded" for route in aliases.routes() if route not in kept]
     status = fleet.status()
     if not any(told.state == "ready" for told in status):
         found += [f"{told.name} is {told.state}: {told.reason}" for told in status]
     return found
+
+
+def lost_agents(aliases: Aliases) -> dict[str, str]:
+    """Agents that are not answered since the version in use is lost on disk, and why."""
+    told = {agent: aliases.lost(agent) for agent in aliases.agents}
+    return {agent: why for agent, why in told.items() if why is not None}
 
 
 def monitoring_routes(
@@ -71,9 +81,12 @@ def monitoring_routes(
 
     async def ready(request: Request) -> Response:
         found = problems(fleet, aliases)
-        told: dict[str, Any] = {"status": "unavailable" if found else "ok"}
+        lost = lost_agents(aliases)
+        status = "unavailable" if found else "degraded" if lost else "ok"
+        told: dict[str, Any] = {"status": status}
         if may_know(request):
             told |= {"reason": "; ".join(found)} if found else {}
+            told |= {"lost": lost} if lost else {}
             told["replicas"] = {
                 s.name: {"state": s.state, "reason": s.reason} for s in fleet.status()
             }

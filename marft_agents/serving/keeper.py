@@ -22,6 +22,11 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 5
 
 
+def _never(route: Route, error: StepError) -> bool:
+    del route, error
+    return False
+
+
 class Keeper:
     """Looks after the replicas of one gateway.
 
@@ -33,7 +38,7 @@ class Keeper:
         self._aliases = aliases
         self._lock = lock
         self._settling: dict[str, asyncio.Task[None]] = {}
-        self.give_up: Callable[[Route], bool] = lambda _: False
+        self.give_up: Callable[[Route, StepError], bool] = _never
         """Does without a version that cannot be loaded; False when it cannot."""
 
     async def settle(self, replica: Replica, also: Sequence[Route] = ()) -> None:
@@ -86,6 +91,18 @@ class Keeper:
         async with self._lock:
             await self._unload_strangers(replica, await in_thread(replica.loader.listed))
 
+    async def regain(self, replica: Replica) -> list[Route]:
+        """Load current versions that were lost, where the disk has them again; which those are."""
+        lost = [route for route in self._aliases.routes() if self._aliases.lost(route.agent)]
+        found: list[Route] = []
+        for route in [] if self._lock.locked() else lost:
+            async with self._lock:
+                with contextlib.suppress(MarftError):
+                    await in_thread(replica.loader.bring_up, route.agent, route.version)
+                    self._aliases.point(route)
+                    found.append(route)
+        return found
+
     # -- inside ----------------------------------------------------------------------------
 
     def _has_all(self, listed: set[tuple[str, int]]) -> bool:
@@ -103,7 +120,7 @@ class Keeper:
                     try:
                         await in_thread(loader.bring_up, route.agent, route.version)
                     except StepError as error:
-                        if not (self._is_its_own(error) and self.give_up(route)):
+                        if not (self._is_its_own(error) and self.give_up(route, error)):
                             raise
                         _log.error("%s is given up: %s", route.name, error)
                         also = [other for other in also if other != route]

@@ -207,6 +207,8 @@ class Supervisor:
         try:
             if replica.ready and not await self._keeper.has_lost(replica, listed):
                 await self._keeper.sweep(replica, listed)
+                for route in await self._keeper.regain(replica):
+                    self._say(f"{route.name} is there again, and answers")
                 return self._pace.poll_s
             if replica.ready:
                 self._say(f"{replica.name} has lost adapters; they are loaded again")

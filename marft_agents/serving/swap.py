@@ -109,7 +109,7 @@ class Swapper:
                 moved = self.aliases.move_over(new) if moving else 0
 
             try:
-                if old != new:
+                if old != new or self.aliases.lost(slug) is not None:
                     report = await self._move(new, change, point)
                 else:
                     report = await self._probe_again(new, change)
@@ -262,11 +262,21 @@ class Swapper:
         if self._retiring.get(route) is task:
             del self._retiring[route]
 
-    def give_up(self, route: Route) -> bool:
-        """Unload a version that cannot be relied on, unless it is current; whether it was done."""
-        if not self.aliases.give_up(route):
+    def give_up(self, route: Route, error: StepError) -> bool:
+        """Do without a version that cannot be relied on; whether it was done.
+
+        A current one is needed, unless it is lost or damaged on disk and nothing serves it: its
+        agent is then not answered, and the others are.
+        """
+        if self.aliases.give_up(route):
+            self.start_retiring(route)
+            return True
+        if error.step != "check":
             return False
-        self.start_retiring(route)
+        if self.aliases.lost(route.agent) is None:
+            if any(replica.ready for replica in self.fleet.replicas):
+                return False
+            self.aliases.lose(route, str(error))
         return True
 
     async def retire(self, route: Route, *, wait: bool = True) -> bool:
