@@ -78,5 +78,9 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"
+
+
 def episodes(count: int) -> str:
     return f"{count} episode{'' if count == 1 else 's'}"

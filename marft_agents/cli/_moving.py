@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from marft_agents.cli._amounts import Finite, duration, episodes, share
+from marft_agents.cli._amounts import Finite, duration, episodes, requests, share
 from marft_agents.cli._text import printable
 from marft_agents.errors import ConfigError, ServerError
 from marft_agents.registry import Bounds, Change, Registry, current_user, durable
@@ -228,7 +228,7 @@ def _tell(result: dict[str, Any]) -> None:
 def _tell_watch(result: dict[str, Any], watch: dict[str, Any]) -> None:
     old, before = _origin(result["from"]), watch["seen"]["incumbent"]["requests"]
     click.echo(
-        f"  compared for {duration(watch['remaining_s'])} with {before} requests that {old}"
+        f"  compared for {duration(watch['remaining_s'])} with {requests(before)} that {old}"
         f" answered before; it goes back to {old} by itself if it is worse"
     )
     if before < _FEW:

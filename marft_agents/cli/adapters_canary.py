@@ -9,7 +9,15 @@ from typing import Any, cast
 import click
 
 from marft_agents.cli._adapters import agent_name, require_registry
-from marft_agents.cli._amounts import duration, episodes, percent, share, span, version_number
+from marft_agents.cli._amounts import (
+    duration,
+    episodes,
+    percent,
+    requests,
+    share,
+    span,
+    version_number,
+)
 from marft_agents.cli._moving import (
     adapters_option,
     bounds_options,
@@ -182,7 +190,7 @@ def _sides(version: int, other: int | None, seen: Mapping[str, Any]) -> Iterator
         (f"v{other}" if other else "compared with", "incumbent"),
     ):
         numbers = seen[side]
-        line = f"  {name}: {numbers['requests']} requests, {numbers['failed']} failed"
+        line = f"  {name}: {requests(numbers['requests'])}, {numbers['failed']} failed"
         for what, key in (("until the first token", "first_token_s"), ("per token", "token_s")):
             if numbers[key] is not None:
                 line += f", {numbers[key]:.3g} s {what}"

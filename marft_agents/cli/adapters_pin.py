@@ -43,8 +43,8 @@ def command(
         was = registry.unpin(slug, change)
         click.echo(f"{slug}: {'was not pinned' if was is None else f'v{was} is no longer pinned'}")
         return
+    registry.require_pinnable(slug, version)  # before anything moves
     if server is not None or registry.current(slug) != version:
-        registry.path(slug, version)
         move(registry, slug, version, change, server)
     registry.pin(slug, change, version=version)
     click.echo(f"{slug}: v{version} is pinned")

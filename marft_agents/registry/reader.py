@@ -103,6 +103,14 @@ class RegistryReader:
             )
         return plan
 
+    def canary_is_gone(self, agent: str) -> bool:
+        """Whether ``CANARY`` is a canary's, of a version that is there no more."""
+        slug = adapter_slug(agent)
+        with contextlib.suppress(RegistryError):
+            plan = read_canary(self._folder(slug) / CANARY_FILE)
+            return plan is not None and plan.version not in self.versions(slug)
+        return False
+
     def history(self, agent: str) -> list[int]:
         """Versions in use, oldest first, that are still there; a rollback walks back through them.
 
@@ -246,6 +254,25 @@ class RegistryReader:
 
     def _has(self, agent: str, version: int) -> bool:
         return (self._folder(agent) / folder_name(version) / MANIFEST_FILE).is_file()
+
+    def require_pinnable(self, agent: str, version: int) -> None:
+        """Refuse to pin a version beside a canary, or while another one is pinned.
+
+        Raises:
+            RegistryError: saying what to do first.
+        """
+        slug = adapter_slug(agent)
+        self.path(slug, version)
+        if (canary := self.canary(slug)) is not None:
+            raise RegistryError(
+                f"version {canary.version} of agent {slug!r} is a canary; end that first:"
+                f" marft-agents adapters canary {slug} --stop"
+            )
+        if (pinned := self.pinned(slug)) not in (None, version):
+            raise RegistryError(
+                f"agent {slug!r} is pinned to version {pinned}; take that pin off first:"
+                f" marft-agents adapters pin {slug} --remove"
+            )
 
     def _folder(self, agent: str) -> Path:
         return self.root / adapter_slug(agent)

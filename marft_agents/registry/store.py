@@ -220,11 +220,7 @@ class Registry(RegistryReader):
                 raise RegistryError(f"agent {agent!r} has no version in use; promote one first")
             if version not in (None, now):
                 raise RegistryError(f"agent {agent!r} is at version {now} by now; pin it again")
-            if (canary := self.canary(slug)) is not None:
-                raise RegistryError(
-                    f"version {canary.version} of agent {slug!r} is a canary; end that first:"
-                    f" marft-agents adapters canary {slug} --stop"
-                )
+            self.require_pinnable(slug, now)
             was = self.pinned(slug)
             if was != now:
                 self._pin(slug, "pin", was, now, change or Change())

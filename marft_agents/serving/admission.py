@@ -126,7 +126,9 @@ class Admission:
         """Take a place for ``client`` if one is free and nobody waits for it."""
         name, most = client.name, client.max_in_flight
         if most is not None and self._has(name) >= most:
-            raise self._refusal(f"the key {name!r} has {most} requests under way, its limit")
+            raise self._refusal(
+                f"the key {name!r} has as many requests under way as it may: {most}"
+            )
         if self.in_flight >= self.max_in_flight or self._lines:
             return False
         self._let_in(name)

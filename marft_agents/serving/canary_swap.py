@@ -240,6 +240,9 @@ class Canaries(CanaryActions):
                 plan = self._registry.canary(agent)
             except RegistryError as error:
                 _log.error("%s", error)
+                if self._registry.canary_is_gone(agent):
+                    why = {"reason": "its version is gone"}
+                    self._unwritten[agent] = "canary-stop", Change(AUTOMATIC, "serve", evidence=why)
                 continue
             if plan is not None:
                 self._pending[agent] = plan

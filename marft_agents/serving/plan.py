@@ -140,6 +140,7 @@ def _check_started_here(settings: ServeSettings) -> None:
     if settings.servers:
         flags += ["--replicas"] if settings.replicas != 1 else []
         flags += ["--gpus"] if settings.gpus else []
+        flags += ["--engine local"] if settings.engine == "local" else []
     if settings.servers or settings.engine == "local":
         flags += ["--max-loras"] if settings.max_loras is not None else []
         flags += ["--max-cpu-loras"] if settings.max_cpu_loras is not None else []
@@ -148,7 +149,7 @@ def _check_started_here(settings: ServeSettings) -> None:
             "the engine at --server runs already" if settings.servers else "this is --engine local"
         )
         raise ConfigError(
-            f"{', '.join(flags)}: said of a vLLM that serve starts, but {who}; leave"
+            f"{', '.join(flags)}: said of an engine that serve starts, but {who}; leave"
             f" {'it' if len(flags) == 1 else 'them'} out"
         )
 

@@ -96,6 +96,10 @@ class Swapper:
         slug, version = new.agent, new.version
         moving = now or change.action == "rollback"
         if moving and not self._has_room(new):  # what episodes keep must not hold up a rollback
+            try:
+                await in_thread(self._require_sense, new, change)
+            except StepError as error:
+                raise await self._stopped(new, change, error) from error
             self.aliases.leases.drop(slug, but=self.aliases.current(slug))
         await self._await_room(new)
         async with self._lock:
@@ -115,10 +119,7 @@ class Swapper:
                     report = await self._probe_again(new, change)
                     point()
             except StepError as error:
-                await in_thread(self._note_failure, new, before, change, error)
-                still = f"{old.name} still serves" if old else f"{slug} is not served"
-                message = f"swap stopped at {error}; {still}"
-                raise StepError(message, step=error.step, refused=error.refused) from error
+                raise await self._stopped(new, change, error) from error
         replaced = old if old != new else None
         return {
             "agent": slug,
@@ -209,6 +210,21 @@ class Swapper:
         back = change.action == "rollback"
         registry = self.fleet.registry
         registry.require_movable(new.agent, new.version, force=change.force, back=back)
+
+    def _require_sense(self, new: Route, change: Change) -> None:
+        """Refuse what the disk speaks against, before any episode moves over."""
+        with step(new.name, "check"):
+            self._require_movable(new, change)
+            self.fleet.replicas[0].loader.check(new.agent, new.version)
+
+    async def _stopped(self, new: Route, change: Change, error: StepError) -> StepError:
+        """What is said, and noted, of a swap that came to nothing."""
+        before = self.aliases.current(new.agent)
+        await in_thread(self._note_failure, new, before, change, error)
+        name = None if before is None else Route(new.agent, before).name
+        still = f"{name} still serves" if name else f"{new.agent} is not served"
+        message = f"swap stopped at {error}; {still}"
+        return StepError(message, step=error.step, refused=error.refused)
 
     async def _move(self, new: Route, change: Change, point: Callable[[], None]) -> ProbeReport:
         """Bring it up, and meanwhile write what can be written; then move ``CURRENT`` and alias."""

@@ -133,7 +133,7 @@ def test_a_key_has_its_own_limit() -> None:
     few = Client("few", "application", max_in_flight=1)
     admission = Admission(10)
     ticket = inside(admission, few)
-    with pytest.raises(Refusal, match="the key 'few' has 1 requests under way"):
+    with pytest.raises(Refusal, match="the key 'few' has as many requests under way as it may: 1"):
         admission.arrive(few).enter_at_once()
     inside(admission, A)
     ticket.leave()

@@ -21,8 +21,9 @@ from tests.serving.test_server import _until  # pyright: ignore[reportPrivateUsa
     ("more", "message"),
     [
         ({"servers": ("http://a:1", "http://a:1/v1")}, "http://a:1 is given twice"),
-        ({"servers": ("http://a:1",), "replicas": 2}, "--replicas: said of a vLLM that serve"),
-        ({"servers": ("http://a:1",), "gpus": ("0",)}, "--gpus: said of a vLLM that serve"),
+        ({"servers": ("http://a:1",), "replicas": 2}, "--replicas: said of an engine that serve"),
+        ({"servers": ("http://a:1",), "engine": "local"}, "--engine local: said of an engine"),
+        ({"servers": ("http://a:1",), "gpus": ("0",)}, "--gpus: said of an engine that serve"),
         ({"replicas": 0}, "--replicas 0"),
     ],
 )
