@@ -25,6 +25,7 @@ from marft_agents.serving.bodies import read_limited
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.loader import StepError
 from marft_agents.serving.refusals import Refusal
+from marft_agents.serving.swap_events import asked_by
 
 KEY_FILE = ".operator-key"
 _MAX_BODY = 1024 * 1024
@@ -181,7 +182,7 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
         )
 
     async def swap(request: Request) -> Response:
-        access.operator(request)
+        asked_by.set(access.operator(request).name)
         told = await _body(request, _Swap, '{"agent": "<name>", "version": <number>}')
         with _refusals():
             done = await canaries.swap(

@@ -67,6 +67,8 @@ def log_swap(event: SwapEvent) -> None:
         logging.INFO if event.result == "ok" else logging.WARNING,
         agent=event.agent,
         version=event.version,
+        **{"from": event.origin},
+        by=event.by,
         step=event.step,
         replica=event.replica,
         result=event.result,

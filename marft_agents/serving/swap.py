@@ -80,7 +80,9 @@ class Swapper:
         self.fleet.require_taking()
         new = Route(adapter_slug(agent), version)
         work = self._swap(new, change or Change(), now=now, wait=wait)
-        task = asyncio.create_task(observed(work, new.agent, new.version, self.observers))
+        before = self.aliases.current(new.agent)
+        told = observed(work, new.agent, new.version, self.observers, before)
+        task = asyncio.create_task(told)
         self._swaps.add(task)
         self.fleet.swaps += 1
         task.add_done_callback(self._over)

@@ -36,8 +36,14 @@ class SwapEvent:
     result: Result
     seconds: float
     problem: str | None = None
+    origin: int | None = None
+    """Of the whole: the version that served when it began."""
+    by: str | None = None
+    """Of the whole: the name of the operator's key."""
 
 
+asked_by: ContextVar[str | None] = ContextVar("marft_swap_asked_by", default=None)
+"""Name of the key of whoever asks for what is done now; ``None`` for this server itself."""
 SwapObserver = Callable[[SwapEvent], None]
 
 
@@ -97,7 +103,11 @@ def timed_step(step: str, replica: str | None) -> Generator[None]:
 
 
 async def observed(
-    work: Awaitable[_T], agent: str, version: int, observers: Sequence[SwapObserver]
+    work: Awaitable[_T],
+    agent: str,
+    version: int,
+    observers: Sequence[SwapObserver],
+    origin: int | None = None,
 ) -> _T:
     """The result of a swap; its steps and its end are told to the observers."""
     steps, began = _Steps(), time.monotonic()
@@ -112,7 +122,9 @@ async def observed(
         _STEPS.reset(token)
         seconds, result = time.monotonic() - began, _result(failed)
         step: str | None = getattr(failed, "step", None)
-        whole = SwapEvent(agent, version, True, step, None, result, seconds, _said(failed))
+        whole = SwapEvent(
+            agent, version, True, step, None, result, seconds, _said(failed), origin, asked_by.get()
+        )
         for event in [*steps.events(agent, version), whole]:
             _tell(event, observers)
 
