@@ -3,9 +3,11 @@
     python -m benchmarks.gateway.engine
 
 Invariant: it is no bottleneck: a bare protocol, answers put together from ready pieces. Streams
-are chunks of their own, written one by one as an engine does: at once, or with a pace all open
-streams together in one step of so many milliseconds, as from one batch (``POST /pace``). Its
-log-probabilities depend on the adapter's folder, so that an adapter can be probed.
+are chunks of their own, written one by one as an engine does: at once, or with a pace (``POST
+/pace``) all open streams together in one step of so many milliseconds, as from one batch. With a
+delay, too, each stream begins that long after its request and keeps a time of its own, so that a
+request always takes the same. Its log-probabilities depend on the adapter's folder, so that an
+adapter can be probed.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.adapters: dict[str, str] = {}
-        self.pace_s = 0.0
+        self.pace_s = self.delay_s = 0.0
         self.open: dict[Connection, list[bytes]] = {}
         """Streams under a pace: what is still to be sent, the next last."""
         self._ready: dict[str, tuple[bytes, list[bytes]]] = {}
@@ -114,6 +116,9 @@ class Engine:
     def stream(self, connection: Connection, chunks: list[bytes]) -> None:
         """Send the chunks at once, each by itself, or one every step."""
         rest = chunks[::-1]
+        if self.delay_s:
+            self._in_time(connection, rest, asyncio.get_running_loop().time() + self.delay_s)
+            return
         if self.pace_s:
             self.open[connection] = rest
             if self._ticking is None or self._ticking.done():
@@ -128,6 +133,20 @@ class Engine:
                     loop.call_soon(send)
 
         send()
+
+    def _in_time(self, connection: Connection, rest: list[bytes], due: float) -> None:
+        """The next chunk when it is due, whatever other streams do."""
+
+        def send() -> None:
+            if connection.gone:
+                return
+            connection.write(rest.pop())
+            if len(rest) <= 2:
+                connection.write(b"".join(rest[::-1]))
+            else:
+                self._in_time(connection, rest, due + self.pace_s)
+
+        asyncio.get_running_loop().call_at(due, send)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -206,7 +225,7 @@ class Connection(asyncio.Protocol):
             known = engine.adapters.pop(body["lora_name"], None) is not None
             self._send(b"{}", b"200 OK" if known else b"404 Not Found")
         elif path == b"/pace":
-            engine.pace_s = body["ms"] / 1e3
+            engine.pace_s, engine.delay_s = body["ms"] / 1e3, body.get("delay_ms", 0) / 1e3
             self._send(b"{}")
         else:
             self._send(b"{}", b"404 Not Found")

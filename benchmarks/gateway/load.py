@@ -1,6 +1,11 @@
-"""Clients that ask again as soon as they are answered, in a process of their own.
+"""Clients of a gateway or an engine, in a process of their own.
 
-    python -m benchmarks.gateway.load '{"url": ..., "models": [...], "clients": 16, ...}'
+    python -m benchmarks.gateway.load
+
+Every line of its input is a job, every line of its output what came of one: a list of plans. One
+plan: its clients ask again as soon as they are answered; with a rate, requests begin when they are
+due, whatever became of those before. Several plans: one client asks each of them in turn, request
+by request, so that whatever else the machine does strikes all of them alike.
 
 Invariant: it is no bottleneck: a bare protocol on a connection a client, requests made beforehand,
 replies looked at only for where they end. A reply that is not whole, or no success, is counted
@@ -16,7 +21,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +39,11 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """One measurement; clients take the models in turn."""
+    """One measurement; clients take the models in turn.
+
+    It lasts ``seconds``, or, for the same work whoever answers, until ``requests`` were asked;
+    with a ``rate``, requests begin so many a second and ``clients`` says nothing.
+    """
 
     url: str
     models: Sequence[str]
@@ -44,6 +53,8 @@ class Plan:
     max_tokens: int = 64
     turns: int = 10
     """Messages before the question: about 180 bytes each."""
+    requests: int = 0
+    rate: float = 0.0
 
 
 def request(plan: Plan, model: str) -> bytes:
@@ -146,22 +157,71 @@ class Client(asyncio.Protocol):
         self._transport.close()
 
 
-async def _one(plan: Plan, data: bytes, until: float, out: list[Reply]) -> None:
-    """One client: asks until the time is over, and connects anew where it was cut off."""
-    loop, address = asyncio.get_running_loop(), urlsplit(plan.url)
-    client: Client | None = None
-    while time.perf_counter() < until:
-        if client is None or client.lost:
-            _, client = await loop.create_connection(
-                Client, address.hostname or "", address.port or 80
-            )
+async def _connected(url: str) -> Client:
+    address = urlsplit(url)
+    loop = asyncio.get_running_loop()
+    _, client = await loop.create_connection(Client, address.hostname or "", address.port or 80)
+    return client
+
+
+class _Asker:
+    """One client: connects anew where it was cut off."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client: Client | None = None
+
+    async def ask(self, data: bytes) -> Reply:
+        if self._client is None or self._client.lost:
+            self._client = await _connected(self._url)
         try:
-            out.append(await asyncio.wait_for(client.ask(data), PATIENCE_S))
+            return await asyncio.wait_for(self._client.ask(data), PATIENCE_S)
         except TimeoutError:
-            out.append(Reply(PATIENCE_S, PATIENCE_S, False, 0))
-            break
-    if client is not None:
-        client.close()
+            self.close()
+            return Reply(PATIENCE_S, PATIENCE_S, False, 0)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client.lost = True
+
+
+async def _closed(plan: Plan, data: Sequence[bytes], out: list[Reply]) -> None:
+    """Every client asks again as soon as it is answered."""
+    until = time.perf_counter() + plan.seconds
+    left = plan.requests
+
+    async def one(data: bytes) -> None:
+        nonlocal left
+        asker = _Asker(plan.url)
+        while left > 0 if plan.requests else time.perf_counter() < until:
+            left -= 1
+            out.append(await asker.ask(data))
+        asker.close()
+
+    await asyncio.gather(*(one(data[i % len(data)]) for i in range(plan.clients)))
+
+
+async def _open(plan: Plan, data: Sequence[bytes], out: list[Reply]) -> None:
+    """Requests begin when they are due; a reply's time counts from then."""
+    loop = asyncio.get_running_loop()
+    begun, idle = loop.time(), list[_Asker]()
+
+    async def one(data: bytes, due: float) -> None:
+        asker = idle.pop() if idle else _Asker(plan.url)
+        late = loop.time() - due
+        reply = await asker.ask(data)
+        out.append(Reply(late + reply.seconds, late + reply.first, reply.ok, reply.events))
+        idle.append(asker)
+
+    tasks: list[asyncio.Task[None]] = []
+    for i in range(int(plan.seconds * plan.rate)):
+        due = begun + i / plan.rate
+        await asyncio.sleep(max(0.0, due - loop.time()))
+        tasks.append(loop.create_task(one(data[i % len(data)], due)))
+    await asyncio.gather(*tasks)
+    for asker in idle:
+        asker.close()
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -197,10 +257,40 @@ async def load(plan: Plan) -> dict[str, Any]:
     out: list[Reply] = []
     data = [request(plan, model) for model in plan.models]
     cpu, begun = time.process_time(), time.perf_counter()
-    until = begun + plan.seconds
-    tasks = [_one(plan, data[i % len(data)], until, out) for i in range(plan.clients)]
-    await asyncio.gather(*tasks)
+    await (_open if plan.rate else _closed)(plan, data, out)
     return summary(out, time.perf_counter() - begun, time.process_time() - cpu)
+
+
+async def take_turns(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """One client asks every plan in turn, there and back again: milliseconds of each round.
+
+    A round in which one failed is left out for all of them, and counted.
+    """
+    askers = [_Asker(plan.url) for plan in plans]
+    data = [[request(plan, model) for model in plan.models] for plan in plans]
+    rounds: list[list[Reply]] = []
+    failed = [0] * len(plans)
+    until = time.perf_counter() + plans[0].seconds
+    turn = 0
+    while time.perf_counter() < until:
+        replies: dict[int, Reply] = {}
+        for which in range(len(plans))[:: -1 if turn % 2 else 1]:
+            replies[which] = await askers[which].ask(data[which][turn % len(data[which])])
+        for which, reply in replies.items():
+            failed[which] += not reply.ok
+        if turn and all(reply.ok for reply in replies.values()):  # connections are open by then
+            rounds.append([replies[which] for which in range(len(plans))])
+        turn += 1
+    for asker in askers:
+        asker.close()
+    return [
+        {
+            "ms": [round(1e3 * replies[which].seconds, 3) for replies in rounds],
+            "first_ms": [round(1e3 * replies[which].first, 3) for replies in rounds],
+            "failed": failed[which],
+        }
+        for which in range(len(plans))
+    ]
 
 
 def _allow_connections() -> None:
@@ -208,11 +298,13 @@ def _allow_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
 
 
-def argument(plan: Plan) -> str:
-    """The plan for the command line."""
-    return json.dumps(asdict(plan))
+def main() -> None:
+    _allow_connections()
+    for line in sys.stdin:
+        plans = [Plan(**plan) for plan in json.loads(line)]
+        told = [run(load(plans[0]))] if len(plans) == 1 else run(take_turns(plans))
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":
-    _allow_connections()
-    print(json.dumps(run(load(Plan(**json.loads(sys.argv[1]))))))
+    main()

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.gateway import report as gateway_report
 from benchmarks.gateway.load import Plan, load, quantile
-from benchmarks.gateway.run import QUICK, TARGETS, measure, schedule
+from benchmarks.gateway.run import SCALES, TARGETS, clients, measure, schedule
 from benchmarks.gateway.stage import AGENTS, Engine, Target, make_registry, ours, scripted_engine
+from benchmarks.stats import median, median_interval
 from benchmarks.swap import report as swap_report
 from benchmarks.swap.run import Stage, longest
 from benchmarks.swap.run import measure as measure_swap
@@ -31,17 +32,54 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Engine,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_engine_and_gateway_are_measured_alike(stream: bool, running: tuple[Engine, Stage]) -> None:
+@pytest.mark.parametrize("more", [{}, {"requests": 12}, {"rate": 30.0}])
+def test_engine_and_gateway_are_measured_alike(
+    stream: bool, more: dict[str, Any], running: tuple[Engine, Stage]
+) -> None:
     engine, stage = running
-    direct = Target("direct", engine.url, tuple(f"{a}@v1" for a in AGENTS[1:]), None)
-    through = Target("ours", stage.target.url, AGENTS[1:], stage.target.server)
-    records = [measure(Plan(t.url, t.models, 4, 0.2, stream), engine, t) for t in (direct, through)]
-    for record in records:
+    found = _both(engine, stage)
+    plans = {n: Plan(t.url, t.models, 4, 0.2, stream, **more) for n, t in found.items()}
+    with clients() as asking:
+        records = measure(found, plans, asking)
+    for record in records.values():
         assert record["requests"] > 0 and record["failed"] == 0
         assert 0 < record["first_p50_ms"] <= record["p50_ms"] <= record["p99_ms"]
         assert record["events"] == (65 if stream else 0)
-    assert records[0]["server_cpu_s"] == 0
-    assert records[1]["p50_ms"] > records[0]["p50_ms"]
+        if more:
+            assert record["requests"] == (12 if "requests" in more else 6)
+    assert records["direct"]["server_cpu_s"] == 0 < records["marft-agents"]["server_cpu_s"]
+    assert records["marft-agents"]["p50_ms"] > records["direct"]["p50_ms"]
+
+
+def _both(engine: Engine, stage: Stage) -> dict[str, Target]:
+    direct = Target("direct", engine.url, tuple(f"{a}@v1" for a in AGENTS[1:]), None)
+    through = Target("marft-agents", stage.target.url, AGENTS[1:], stage.target.server)
+    return {"direct": direct, "marft-agents": through}
+
+
+def test_one_client_asks_in_turn(running: tuple[Engine, Stage]) -> None:
+    found = _both(*running)
+    plans = {name: Plan(t.url, t.models, 1, 0.2, True) for name, t in found.items()}
+    with clients() as asking:
+        records = measure(found, plans, asking, turns=True)
+    ours = records["marft-agents"]
+    assert len(ours["ms"]) == len(ours["direct"]["ms"]) > 1 and ours["failed"] == 0
+    assert records["direct"]["ms"] == ours["direct"]["ms"]
+    record = {"engine": "scripted", "kind": "streamed", "clients": 1, "rate": 0, "round": 0}
+    (row, mine) = gateway_report.rows_of([record | {"targets": records}])
+    assert set(row.added) == {0.0} and median(mine.added) > 0 and median(mine.share) < 1
+
+
+def test_streams_with_a_delay_keep_a_time_of_their_own(running: tuple[Engine, Stage]) -> None:
+    engine, stage = running
+    found = _both(engine, stage)
+    httpx.post(f"{engine.url}/pace", json={"ms": 1, "delay_ms": 30}).raise_for_status()
+    plans = {name: Plan(t.url, t.models, 4, 0, True, requests=4) for name, t in found.items()}
+    with clients() as asking:
+        records = measure(found, plans, asking)
+    httpx.post(f"{engine.url}/pace", json={"ms": 0}).raise_for_status()
+    for record in records.values():
+        assert record["first_p50_ms"] >= 30 and record["p50_ms"] >= 30 + 62
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,36 +110,46 @@ def test_the_longest_wait_is_one_that_touches_the_time() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-def test_targets_take_turns() -> None:
-    jobs = schedule(QUICK["scripted"], 3)
-    assert len(set(jobs)) == len(jobs) == 3 * 3 * 2 * 3
-    assert {target for _, _, _, target in jobs[:: len(jobs) // 3]} == set(TARGETS)
+def test_every_round_comes_by_every_setting_in_another_order() -> None:
+    jobs = schedule(SCALES["vllm"])
+    blocks = [job for job in jobs if job[1].clients == 64]
+    assert len(blocks) == 2 * SCALES["vllm"].rounds
+    assert {order[:1] for _, _, order in blocks} >= {("direct",), ("marft-agents",)}
+    assert sum(TARGETS[2] in order for _, _, order in blocks) == 4
+    assert len([job for job in jobs if job[1].clients == 1]) == 2  # turns: many pairs in one round
     swaps = schedule_swaps(2)
     assert len(set(swaps)) == 8 and swaps[0][2] != swaps[4][2]
 
 
-def run(target: str, repeat: int, per_s: float, p50: float) -> dict[str, Any]:
+def block(per_s: float, p50: float, **more: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
-        "engine": "scripted", "kind": "whole", "clients": 16, "target": target, "repeat": repeat,
         "per_s": per_s, "p50_ms": p50, "p99_ms": 2 * p50, "first_p50_ms": p50, "requests": 100,
         "failed": 0, "server_cpu_s": 0.1, "client_cpu_s": 0.2, "elapsed_s": 1.0,
-        "servers": {"litellm": "1"}, "machine": {"cores": 2}, "load": 3.0,
     }  # fmt: skip
-    return record
+    return record | more
 
 
 def test_what_is_missed_is_said() -> None:
-    records = [
-        *(run("direct", n, 100.0, 1.0) for n in (0, 1)),
-        run("marft-agents", 0, 90.0, 1.5),
-        run("marft-agents", 1, 80.0, 2.5),
-        *(run("litellm", n, 95.0, 4.0) for n in (0, 1)),
+    rounds = [
+        {"direct": block(100, 1.0), "marft-agents": block(90, 1.5), "litellm": block(95, 4.0)},
+        {"direct": block(200, 1.0), "marft-agents": block(160, 2.5, client_cpu_s=0.9)},
     ]
+    setting = {"engine": "scripted", "kind": "whole", "clients": 16, "rate": 0}
+    setting |= {"servers": {"litellm": "1"}, "machine": {"cores": 2}, "load": 3.0}
+    setting |= {"messages": 10, "max_tokens": 64}
+    records = [setting | {"round": n, "targets": found} for n, found in enumerate(rounds)]
     text = "\n".join(gateway_report.chapter(records))
-    assert "| marft-agents serve | 85.0 | 85.0% (80.0% to 90.0%) | 2.00 | +1.00" in text
-    assert "Below 97% of the engine's requests a second: whole with 16." in text
-    assert "More than 2 ms added at the median: nowhere." in text
-    assert "Fewer requests a second than LiteLLM's proxy: whole with 16." in text
+    assert "| marft-agents serve | 125.0 | 85.0% (80.0% to 90.0%) | 2.00 | +1.00" in text
+    assert "bottleneck: whole by 16 clients. Below 97% of the engine's requests a second:" in text
+    assert "a second: whole by 16 clients. More than 2 ms added at the median: nowhere." in text
+    assert "Fewer requests a second than LiteLLM's proxy: nowhere." in text
+
+
+@pytest.mark.parametrize(
+    ("n", "low", "high"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (8, 0, 7), (9, 1, 7), (20, 5, 14)]
+)
+def test_a_medians_interval_is_that_of_the_sign_test(n: int, low: int, high: int) -> None:
+    assert median_interval([float(i) for i in range(n)][::-1]) == (low, high)
 
 
 def test_a_swap_that_takes_too_long_is_said() -> None:
