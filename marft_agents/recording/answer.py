@@ -29,7 +29,8 @@ class Answer:
         self.expected = expected
         self.over = False
         self._reader = StreamReader(expected, echo=echo) if streaming else None
-        self._unread: deque[Line] = deque()
+        self._unread: deque[Line | bytes] = deque()
+        """Lines, and whole events."""
         self._pieces: list[bytes] = []
         self._reply: Reply | None = None
         self._reasons = 0
@@ -45,6 +46,11 @@ class Answer:
         for line in lines:
             if line.data is not None:
                 self._reasons += sum(map(line.text.count, _GIVEN))
+
+    def take_events(self, data: bytes) -> None:
+        """Whole events of a stream, of one line each."""
+        self._unread.append(data)
+        self._reasons += data.count(_GIVEN[0])
 
     def end(self, rest: Iterable[Line] = ()) -> None:
         """Nothing more will come; ``rest``: a line without an end."""
@@ -77,12 +83,11 @@ class Answer:
         """
         if self._reader is not None:
             over = self.over
-            lines = [self._unread.popleft() for _ in range(len(self._unread))]
+            for _ in range(len(self._unread)):
+                self._reader.take_next(self._unread.popleft())
             if over and self._reply is None:
-                self._reader.end(lines)
+                self._reader.end()
                 self._reply = self._reader.reply
-            else:
-                self._reader.take(lines)
             return self._reader.reply
         if self._reply is None and self.over:
             body = parsed(self.body)

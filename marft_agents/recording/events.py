@@ -33,6 +33,15 @@ class StreamReader:
             elif line.blank:
                 self._dispatch()
 
+    def take_next(self, piece: Line | bytes) -> None:
+        """Read the next line, or the next events of one line of data each."""
+        if isinstance(piece, Line):
+            self.take((piece,))
+            return
+        events = piece.removeprefix(b"data: ").removesuffix(b"\n\n").split(b"\n\ndata: ")
+        for chunk in () if self._done else _all_parsed(events):
+            self._read(chunk)
+
     def end(self, rest: Iterable[Line] = ()) -> None:
         """The body is over: read an event that has no blank line after it."""
         self.take(rest)
@@ -51,6 +60,9 @@ class StreamReader:
             self._done = True
             return
         chunk = event[0].value if len(event) == 1 else parsed(data)
+        self._read(chunk, cut=cut)
+
+    def _read(self, chunk: Any, *, cut: bool = False) -> None:
         if chunk is NO_JSON and not cut:
             self.reply.error = self.reply.error or "an event of the stream is not JSON"
         if isinstance(chunk, dict):
@@ -72,6 +84,14 @@ class StreamReader:
             if usage and len(raws) == 1:
                 counted = mapping(usage).get("completion_tokens")
                 choice.counted = counted if isinstance(counted, int) else choice.counted
+
+
+def _all_parsed(events: list[bytes]) -> list[Any]:
+    """Each event's value; read at once where they are all well."""
+    together = parsed(b"[" + b",".join(events) + b"]")
+    if isinstance(together, list) and len(cast("list[Any]", together)) == len(events):
+        return cast("list[Any]", together)
+    return [parsed(event) for event in events]
 
 
 def _read_delta(choice: Choice, delta: Mapping[str, Any]) -> bool:

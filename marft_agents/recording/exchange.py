@@ -26,6 +26,7 @@ from marft_agents.recording.tee import tee
 from marft_agents.schema import JsonDict
 
 CHAT_PATH = "/chat/completions"
+_EVENT_END = b"\n\n"
 _RETRIED = frozenset({408, 409, 429})
 _REFUSALS = frozenset({400, 422})
 _KEY_HEADERS = frozenset({b"authorization", b"api-key", b"x-api-key"})
@@ -239,7 +240,9 @@ class Exchange:
         if not self.streaming:
             answer.add(data)
             return data if self._restorer is None else b""
-        lines = self._lines.feed(data)
+        restorer = self._restorer
+        seen, more = self._quickly(answer, restorer, data) if restorer else (b"", data)
+        lines = self._lines.feed(more) if more else ()
         if not self.closed:
             try:
                 answer.take(lines)
@@ -247,7 +250,23 @@ class Exchange:
                     self._register_early(answer)
             except Exception as error:
                 self.call.episode.core.safety.failed("read a streamed reply", error)
-        return data if self._restorer is None else self._restorer.lines(lines)
+        if restorer is None:
+            return data
+        return seen + restorer.lines(lines) if lines else seen
+
+    def _quickly(self, answer: Answer, restorer: Restorer, data: bytes) -> tuple[bytes, bytes]:
+        """What the app is to see of whole events in the usual form, and what is behind them."""
+        unfinished = self._lines.unfinished() if _EVENT_END in data else None
+        if unfinished is None:
+            return b"", data
+        data = unfinished + data if unfinished else data
+        seen, length = restorer.events(data)
+        if not length:
+            return b"", data
+        self._lines.passed()
+        if not self.closed:
+            answer.take_events(data[:length])
+        return seen, data[length:]
 
     def rest(self) -> bytes:
         """What the app is to see when nothing more comes."""

@@ -68,6 +68,7 @@ class Lines:
         self._rest: list[bytes] = []
         """The unfinished line, in pieces."""
         self._after_return = self._begun = False
+        self._between = True
 
     def feed(self, data: bytes) -> list[Line]:
         """The lines that end in the next bytes of the body."""
@@ -85,7 +86,22 @@ class Lines:
         self._rest = [] if texts[-1].endswith((b"\n", b"\r")) else [texts.pop()]
         out += self._begin(texts)
         self._begun = True
+        self._between = out[-1].blank if out else self._between
         return out
+
+    def unfinished(self) -> bytes | None:
+        """What came of the line that has no end yet, to be fed again with more behind it.
+
+        ``None`` in the middle of an event, whose lines belong together.
+        """
+        if not self._between:
+            return None
+        rest, self._rest = self._rest, []
+        return b"".join(rest)
+
+    def passed(self) -> None:
+        """Whole events that followed were read by somebody else."""
+        self._after_return, self._begun = False, True
 
     def rest(self) -> list[Line]:
         """The line that has no end yet; it stays the rest."""

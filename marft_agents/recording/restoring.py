@@ -19,6 +19,7 @@ from marft_agents.recording.jsontext import revised
 from marft_agents.recording.lines import NO_JSON, Line, parsed
 from marft_agents.recording.splicing import (
     chunk_without_tokens,
+    events_without_tokens,
     is_whole,
     with_model,
     without_tokens,
@@ -69,6 +70,21 @@ class Restorer:
         if quick is not None:
             return quick
         return self._text(body, parsed(body) if value is None else value)
+
+    def events(self, data: bytes) -> tuple[bytes, int]:
+        """What the app is to see of the first events in ``data``, and how much of it they are.
+
+        Only where all that is in the form which needs no reading; what is left is for ``lines``.
+        """
+        asked, served = self._names
+        fits = self._hides_both and (asked is not None or self._asked is None)
+        if not fits or self._held or self._dropped or self._line_dropped:
+            return b"", 0
+        try:
+            return events_without_tokens(data, asked, served)
+        except Exception as error:
+            self._failed(error)
+            return b"", 0
 
     def lines(self, lines: Iterable[Line]) -> bytes:
         """What the app is to see of these lines of a stream."""

@@ -24,16 +24,16 @@ _MARKS_PER_TOKEN = 10
 the token."""
 
 
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_NAME = rb'"[^"\\{}\[\]]*+"'
+_STRING = rb'"[^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+"'
+_NAME = rb'"[^"\\{}\[\]\r\n]*+"'
 _NUMBERS = rb"(?:null|\[[0-9,]*+\])"
 _TOKEN = rb'\{"token":%s,"logprob":[^",{}\[\]]++,"bytes":%s,"top_logprobs":\[\]\}' % (
     _STRING,
     _NUMBERS,
 )
 _ALL_TOKENS = re.compile(rb'"logprobs":\{"content":\[(?:%s,?)*+\]\},' % _TOKEN)
-_FLAT = rb"[^{}\[\]\\]"
-_CHUNK = re.compile(
+_FLAT = rb"[^{}\[\]\\\r\n]"
+_ONE = (
     rb'(\{"id":%(name)s,"object":%(name)s,"created":[0-9]++,"model":%(name)s,'
     rb'"choices":\[\{"index":[0-9]++,"delta":\{(?:%(string)s|[:,]|null)++\},"logprobs":)'
     rb'(?:null|\{"content":\[%(token)s\]\})'
@@ -48,6 +48,10 @@ _CHUNK = re.compile(
     }
 )
 """A chunk of one choice and one token as vLLM writes it, its delta without anything nested."""
+_CHUNK = re.compile(_ONE)
+_EVENT = re.compile(rb"data: %s\n\n" % _ONE)
+_GROUPS = 6
+"""Of what ``_EVENT.split`` gives for each event: what is before it, and its five parts."""
 
 
 class _OtherForm(Exception):
@@ -65,12 +69,39 @@ def chunk_without_tokens(text: bytes) -> bytes | None:
     ``None``: it is of another form.
     """
     match = _CHUNK.fullmatch(text)
-    if match is None:
-        return None
-    head, reason, tail, prompt, rest = match.groups()
-    if prompt is None:
-        return b"".join((head, _NULL, reason, _NULL, tail, b"}"))
-    return b"".join((head, _NULL, reason, _NULL, tail, prompt, _NULL, rest, b"}"))
+    return None if match is None else b"".join(_spliced(*match.groups()))
+
+
+def events_without_tokens(
+    data: bytes, asked: bytes | None = None, served: bytes | None = None
+) -> tuple[bytes, int]:
+    """The same for as many whole events as ``data`` begins with, and how much of it they are.
+
+    ``asked`` and ``served``: as in ``with_model``. Nothing, where only some in the middle are of
+    that form.
+    """
+    parts = _EVENT.split(data)
+    others = parts[::_GROUPS]
+    if len(others) == 1 or any(others[:-1]):
+        return b"", 0
+    out: list[bytes] = []
+    for at in range(1, len(parts) - 1, _GROUPS):
+        head, *more = parts[at : at + _GROUPS - 1]
+        if asked is not None and (head := with_model(head, asked, served)) is None:
+            return b"", 0
+        out.append(b"data: ")
+        out += _spliced(head, *more)
+        out.append(b"\n\n")
+    return b"".join(out), len(data) - len(others[-1])
+
+
+def _spliced(
+    head: bytes, reason: bytes, tail: bytes, prompt: bytes | None, rest: bytes | None
+) -> tuple[bytes, ...]:
+    """The parts of a chunk, with null between them."""
+    if prompt is None or rest is None:
+        return head, _NULL, reason, _NULL, tail, b"}"
+    return head, _NULL, reason, _NULL, tail, prompt, _NULL, rest, b"}"
 
 
 def without_tokens(text: bytes, *, ids: bool = True, logprobs: bool = True) -> bytes | None:
@@ -127,6 +158,8 @@ def _tokens_before(text: bytes, reason: int) -> int:
     start = text.find(_TOKENS)
     if start < 0:
         return reason
+    if text.find(_REASON, start, reason) >= 0:  # these are of another choice
+        raise _OtherForm
     tokens = text.count(b"{", start, reason) - 1
     marks = text.count(b'"', start, reason)
     last = text.endswith(b'"top_logprobs":[]}]},', 0, reason)

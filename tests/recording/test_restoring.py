@@ -24,6 +24,7 @@ from tests.recording.wire_kit import (
     body_of,
     events_of,
     fields_of,
+    in_pieces,
     stream,
     whole,
 )
@@ -142,6 +143,42 @@ def test_a_stream_in_any_cut_is_the_one_that_was_asked_for(end: str, cuts: list[
     lines, restorer = Lines(), Restorer(None, BOTH)
     seen = [restorer.lines(lines.feed(data[a:b])) for a, b in itertools.pairwise(edges)]
     assert b"".join(seen) + restorer.end(lines.rest()) == want
+
+
+def _compact(asked: dict[str, Any], others: bool) -> bytes:
+    """Chunks as vLLM writes them, the first with the prompt's ids, perhaps others in between."""
+    ids, logprobs = bool(asked.get("return_token_ids")), bool(asked.get("logprobs"))
+    out: list[bytes] = []
+    for number, word in enumerate(("H\u00e9 ", "[x]", "\n\ndata: {}", "")):
+        token = TOKEN | {"token": word, "logprob": -0.5 * number}
+        choice: dict[str, Any] = {"index": 0, "delta": {"content": word}}
+        choice["logprobs"] = {"content": [token]} if logprobs else None
+        choice |= {"finish_reason": None if word else "stop", "stop_reason": None}
+        choice["token_ids"] = [40 + number] if ids else None
+        chunk: dict[str, Any] = {"id": "c-1", "object": "chat.completion.chunk", "created": 1}
+        chunk |= {"model": "planner", "choices": [choice]}
+        chunk |= {} if number else {"prompt_token_ids": [3, 4] if ids else None}
+        out.append(b"data: %b\n\n" % json.dumps(chunk, **WRITERS["compact"]).encode())
+        out += [b": hi\r\n\r\n", b"event: x\ndata: no\n\n"] if others else []
+    return b"".join([*out, b"data: [DONE]\n\n"])
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("cut", [1, 7, 100, 333, 10_000])
+def test_chunks_in_the_usual_form_are_recorded_and_restored(cut: int, others: bool) -> None:
+    def made(request: Any) -> list[bytes]:
+        return in_pieces(_compact(request, others), cut)
+
+    wire = Wire(Answer(made=made, kind=EVENTS))
+    with wire.recorded() as (client, log):
+        create = client.chat.completions.with_streaming_response.create
+        messages: Any = [{"role": "user", "content": "a"}]
+        with create(model="planner", messages=messages, stream=True) as response:
+            assert response.read() == _compact({}, others)
+    (turn,) = log.turns
+    assert turn.text == "H\u00e9 [x]\n\ndata: {}" and turn.finish_reason == "stop"
+    assert turn.prompt_token_ids == [3, 4] and turn.token_ids == [40, 41, 42, 43]
+    assert turn.logprobs == [0.0, -0.5, -1.0, -1.5]
 
 
 def test_a_second_reading_and_one_after_the_call_see_the_same() -> None:

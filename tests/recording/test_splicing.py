@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from marft_agents.recording.splicing import (
     chunk_without_tokens,
+    events_without_tokens,
     is_whole,
     with_model,
     without_tokens,
@@ -82,6 +83,23 @@ def test_a_chunk_without_tokens_is_the_one_read_and_written(reply: dict[str, Any
     assert without_tokens(text) in (None, _written(_restored(reply)))
 
 
+@given(
+    st.lists(_replies(streamed=True), max_size=4),
+    st.sampled_from([b"", b"data: {", b"data: [DONE]\n\n", b": hi\n\n", b"\n"]),
+)
+def test_events_without_tokens_are_those_read_and_written(
+    replies: list[dict[str, Any]], behind: bytes
+) -> None:
+    seen, length = events_without_tokens(_events(replies) + behind)
+    some = replies[: seen.count(b"\n\n")]
+    assert seen == _events([_restored(reply) for reply in some])
+    assert length == len(_events(some))
+
+
+def _events(replies: list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %b\n\n" % _written(reply) for reply in replies)
+
+
 def _usual(kind: str, said: str) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, said: {"content": "Hé [x]"}}
     choice |= {"logprobs": {"content": [_token('"'), _token("é")][: 1 if said == "delta" else 2]}}
@@ -102,6 +120,11 @@ def test_the_usual_forms_are_not_read() -> None:
     del chunk["prompt_token_ids"]
     del (want := _restored(chunk))["prompt_token_ids"]
     assert chunk_without_tokens(_written(chunk)) == _written(want)
+    events = _events([chunk, chunk])
+    assert events_without_tokens(events + events[:9]) == (_events([want, want]), len(events))
+    renamed = _events([want | {"model": "x"}] * 2)
+    assert events_without_tokens(events, b"x", b"m") == (renamed, len(events))
+    assert events_without_tokens(b": hi\n\n" + events) == (b"", 0)
 
 
 def test_half_an_object_is_no_whole_one() -> None:
