@@ -34,7 +34,8 @@ def fake_python(folder: Path) -> str:
 
 @contextmanager
 def _server(house: House, *extra: str, agents: tuple[str, ...] = ()) -> Generator[ServerProcess]:
-    arguments = ["--engine", "local", "--engine-python", fake_python(house.root), *extra]
+    ours = ["--engine", "local", "--engine-python", fake_python(house.root)]
+    arguments = [*([] if "--server" in extra else ours), *extra]
     with ServerProcess(
         house.registry.root,
         model=house.base_dir,
