@@ -164,7 +164,10 @@ def test_the_plan_reckons_before_anything_is_published(house: House, python: str
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"servers": ("http://x",), "engine_args": ("--seed=1",)}, "--engine-arg: said of an engine"),
+        (
+            {"servers": ("http://x",), "engine_args": ("--seed=1",)},
+            "--engine-arg: said of an engine",
+        ),
         (
             {"servers": ("http://x",), "preset": "gpu", "tool_calls": "off"},
             "--preset, --tool-calls",
