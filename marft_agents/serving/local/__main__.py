@@ -19,6 +19,8 @@ from marft_agents.serving.chat_template import read_chat_template
 from marft_agents.serving.engine_side.marft_engine_guard import VARIABLE, RequireKey
 
 _NOT_FOR_PRODUCTION = "for development and tests, not for production: serve with vLLM there"
+_BACKLOG = 2048
+"""As uvicorn sets it: connections that wait to be taken."""
 
 
 @click.command(
@@ -150,6 +152,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)  # whoever reads the address may come at once
     except OSError as error:
         listener.close()
         raise ConfigError(
