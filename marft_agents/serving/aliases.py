@@ -3,7 +3,7 @@
 Invariant: used from one event loop only and never across an ``await``, so resolving a name and
 counting its request happen in one step. A request keeps the version it was given until it ends, an
 episode the one it was first given (its lease). A version that a request or an episode has is never
-``drained``.
+``drained``. One that is prepared for a swap is given to nobody before ``point`` or ``share``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Aliases:
         self._splits: dict[str, Split] = {}
         self._loaded: set[Route] = set()
         self._retired: set[Route] = set()
+        self._prepared: dict[str, int] = {}
         self._lost: dict[str, str] = {}
         self._in_flight: Counter[Route] = Counter()
         self._idle: dict[Route, asyncio.Event] = {}
@@ -157,17 +158,41 @@ class Aliases:
         """Make the version the agent's current one, for every episode that begins from now on."""
         self._loaded.add(route)
         self._retired.discard(route)
+        self.unprepare(route)
         self._lost.pop(route.agent, None)
         self._current[route.agent] = route.version
         split = self._splits.get(route.agent)
         if split is not None and split.version == route.version:
             del self._splits[route.agent]
 
+    def prepare(self, route: Route) -> None:
+        """Keep a loaded version that is given to nobody yet; the agent's former one is no more.
+
+        A version that serves is kept for that.
+        """
+        self._prepared.pop(route.agent, None)
+        if not self._is_given(route):
+            self._loaded.add(route)
+            self._retired.discard(route)
+            self._prepared[route.agent] = route.version
+
+    def prepared(self, agent: str | None = None) -> list[Route]:
+        """Versions (of one agent) that are kept for a swap to come, the longest kept one first."""
+        return [Route(a, v) for a, v in self._prepared.items() if agent in (None, a)]
+
+    def unprepare(self, route: Route) -> bool:
+        """Keep the version for no swap any more; whether it was."""
+        found = self._prepared.get(route.agent) == route.version
+        if found:
+            del self._prepared[route.agent]
+        return found
+
     def share(self, agent: str, split: Split) -> None:
         """Give a loaded version its share of the episodes that begin from now on."""
         route = Route(agent, split.version)
         self._loaded.add(route)
         self._retired.discard(route)
+        self.unprepare(route)
         self._splits[agent] = split
 
     def unshare(self, agent: str) -> Split | None:
@@ -188,6 +213,7 @@ class Aliases:
     def retire(self, route: Route) -> None:
         """Give the version to no new episode; those that keep it go on with it."""
         if not self._is_given(route):
+            self.unprepare(route)
             self._retired.add(route)
 
     def give_up(self, route: Route) -> bool:
@@ -200,6 +226,7 @@ class Aliases:
         split = self._splits.get(route.agent)
         if split is not None and split.version == route.version:
             del self._splits[route.agent]
+        self.unprepare(route)
         self._retired.add(route)
         self.leases.drop(route.agent, version=route.version)
         return True
@@ -224,6 +251,7 @@ class Aliases:
         """The version is no longer loaded."""
         self._loaded.discard(route)
         self._retired.discard(route)
+        self.unprepare(route)
 
     async def drained(self, route: Route) -> None:
         """Return when no request and no episode has the version."""
@@ -239,7 +267,8 @@ class Aliases:
         if route not in self._loaded:
             return None
         mine = episode is not None and self.leases.held(episode, route.agent) == route.version
-        return route if mine or route not in self._retired else None
+        hidden = route in self._retired or self._prepared.get(route.agent) == route.version
+        return route if mine or not hidden else None
 
     def _leased_version(self, episode: str, agent: str) -> int | None:
         version = self.leases.held(episode, agent)
@@ -265,6 +294,7 @@ class Aliases:
         reasons = {
             "current": self._current.get(route.agent) == route.version,
             "canary": split is not None and split.version == route.version,
+            "prepared": self._prepared.get(route.agent) == route.version,
             f"{leases} lease{'' if leases == 1 else 's'}": leases,
             f"{requests} in flight": requests,
         }

@@ -190,8 +190,8 @@ class CanaryActions:
                 plan = plan.model_copy(update={"key": running.plan.key})
                 if _same(plan, running.plan):
                     return self._answer(agent, changed=False)
-            async with self.swapper.beside(route) as report:
-                told = {"probe": report.as_json(), **change.evidence}
+            async with self.swapper.beside(route) as brought:
+                told = {**brought.evidence(), **change.evidence}
                 change = replace(change, evidence=told)
                 with step(route.name, "record"):
                     await in_thread(self._registry.set_canary, agent, plan, change)

@@ -137,11 +137,10 @@ class EngineClient:
                 return model.name
         raise ServerError(f"{self.url}/v1/models lists no base model")
 
-    def has_loaded(self, name: str, path: Path) -> bool:
+    def has_loaded(self, name: str, path: Path, timeout_s: float | None = None) -> bool:
         """Whether the engine lists ``name`` from the folder ``path``."""
-        return any(
-            m.name == name and (m.root is None or Path(m.root) == path) for m in self.models()
-        )
+        listed = self.models(timeout_s)
+        return any(m.name == name and (m.root is None or Path(m.root) == path) for m in listed)
 
     def load(self, name: str, path: str | Path) -> None:
         """Load the adapter folder ``path`` under ``name``; a repeated call changes nothing.
@@ -173,14 +172,14 @@ class EngineClient:
             if not loaded:
                 raise
 
-    def require_loaded(self, name: str, path: str | Path) -> None:
+    def require_loaded(self, name: str, path: str | Path, timeout_s: float | None = None) -> None:
         """Return when the engine lists ``name`` from the folder ``path``.
 
         Raises:
             ServerError: when it does not.
         """
         folder = Path(path).absolute()
-        if not self.has_loaded(name, folder):
+        if not self.has_loaded(name, folder, timeout_s):
             raise ServerError(f"{self.url} accepted {name!r} but does not list it from {folder}")
 
     def unload(self, name: str) -> None:

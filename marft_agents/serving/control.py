@@ -23,7 +23,7 @@ from marft_agents.registry.canary import Then
 from marft_agents.serving.access import Access
 from marft_agents.serving.bodies import read_limited
 from marft_agents.serving.canary_swap import Canaries
-from marft_agents.serving.loader import StepError
+from marft_agents.serving.loader import NoRoomError, StepError
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.swap_events import asked_by
 
@@ -97,6 +97,13 @@ class _Swap(_Asked):
     """For the old version to be unloaded."""
 
 
+class _Prepare(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    agent: Annotated[str, Field(max_length=_MAX_NAME)]
+    version: int
+
+
 class _Canary(_Asked):
     version: int
     share: float
@@ -155,6 +162,7 @@ def _agents(canaries: Canaries) -> dict[str, Any]:
             "leases": {
                 r.name: n for r in kept if r.agent == current.agent and (n := aliases.leased(r))
             },
+            **canaries.swapper.preparations.told(current.agent),
             **canaries.told(current.agent),
             **({"lost": why} if (why := aliases.lost(current.agent)) is not None else {}),
         }
@@ -163,7 +171,8 @@ def _agents(canaries: Canaries) -> dict[str, Any]:
 
 
 def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
-    """``GET /marft/state``; ``POST`` of ``/marft/swap``, ``canary``, ``canary/stop``, ``release``.
+    """``GET /marft/state``; ``POST`` of ``/marft/swap``, ``prepare``, ``canary``, ``canary/stop``
+    and ``release``.
 
     All may be said again: what holds already is not changed.
     """
@@ -193,6 +202,16 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
                 watch=told.watch,
                 wait=told.wait,
             )
+        return JSONResponse(done)
+
+    async def prepare(request: Request) -> Response:
+        asked_by.set(access.operator(request).name)
+        told = await _body(request, _Prepare, '{"agent": "<name>", "version": <number>}')
+        with _refusals():
+            try:
+                done = await canaries.swapper.preparations.prepare(told.agent, told.version)
+            except NoRoomError as error:
+                raise Refusal(507, str(error)) from error
         return JSONResponse(done)
 
     async def start(request: Request) -> Response:
@@ -226,6 +245,7 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
     return [
         HttpRoute("/marft/state", state, methods=["GET"]),
         HttpRoute("/marft/swap", swap, methods=["POST"]),
+        HttpRoute("/marft/prepare", prepare, methods=["POST"]),
         HttpRoute("/marft/canary", start, methods=["POST"]),
         HttpRoute("/marft/canary/stop", stop, methods=["POST"]),
         HttpRoute("/marft/release", release, methods=["POST"]),

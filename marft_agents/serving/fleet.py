@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from marft_agents.registry import Registry
+from marft_agents.registry.reader import folder_name
 from marft_agents.schema import AdapterManifest, BaseModelInfo
 from marft_agents.serving.aliases import Route
 from marft_agents.serving.loader import Limits, Step, StepError, step
 from marft_agents.serving.probe import ProbeReport
+from marft_agents.serving.proofs import Folder, Proof
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.replica import Replica, ReplicaStatus
 from marft_agents.serving.threads import aside, in_thread
@@ -211,18 +214,19 @@ class Fleet:
         replicas, until = self._ready(route), time.monotonic() + self._deadline_s
         first = replicas[0].loader
 
-        def look_over() -> AdapterManifest:
+        def look_over() -> tuple[Folder, AdapterManifest]:
             if allowed is not None:
                 with step(route.name, "check"):
                     allowed()
-            return first.look_over(route.agent, route.version)
+            before = first.folder(route.agent, route.version)
+            return before, first.look_over(route.agent, route.version)
 
-        manifest = await in_thread(look_over)
+        before, manifest = await in_thread(look_over)
         compared = aside(first.compare, manifest)
 
         def work(replica: Replica, begins: _Begins) -> ProbeReport:
             return replica.loader.load_and_probe(
-                manifest, compared=compared.result, replica=replica.name, begins=begins
+                manifest, before, compared=compared.result, replica=replica.name, begins=begins
             )
 
         try:
@@ -234,6 +238,54 @@ class Fleet:
             if compared.done() and (differs := compared.exception()) is not None:
                 raise differs from error  # an engine that refuses it then is not at fault
             raise
+
+    async def proven(self, route: Route, allowed: Callable[[], None] | None = None) -> Proof | str:
+        """What a version was proved by on every replica that takes traffic, if it still holds.
+
+        Every engine must list it, and its folder be as it was. To be asked while no replica can
+        begin to take traffic.
+
+        Args:
+            allowed: raises when it must not be used.
+
+        Returns:
+            The proof, or what speaks against it.
+
+        Raises:
+            StepError: it must not be used, or no replica takes traffic.
+        """
+        ready, name = self._ready(route), route.name
+        for replica in ready:
+            if replica.loader.proofs.of(name) is None:
+                return f"{replica.name} has not probed it since it came back"
+        looked, path = self._seen(route, allowed), self._path(route)
+        asked = [in_thread(r.loader.require_listed, name, path, r.name) for r in ready]
+        folder, *listed = await asyncio.gather(looked, *asked, return_exceptions=True)
+        if isinstance(folder, BaseException):
+            raise folder
+        if lost := [error for error in listed if error is not None]:
+            return str(lost[0])
+        found = [proof for r in ready if (proof := r.loader.proofs.of(name)) is not None]
+        if len(found) < len(ready):
+            return "a replica left the traffic meanwhile"
+        if any(proof.folder != folder for proof in found):
+            return "its folder has changed since"
+        return min(found, key=lambda proof: proof.time)
+
+    async def _seen(self, route: Route, allowed: Callable[[], None] | None) -> Folder:
+        """A version's folder now, where the version may be used."""
+
+        def look() -> Folder:
+            if allowed is not None:
+                with step(route.name, "check"):
+                    allowed()
+            return self.replicas[0].loader.folder(route.agent, route.version)
+
+        return await in_thread(look)
+
+    def _path(self, route: Route) -> Path:
+        """Where a version's folder must be."""
+        return self.registry.root / route.agent / folder_name(route.version)
 
     async def probe_again(self, route: Route) -> ProbeReport:
         """Probe a version that serves already; it stays loaded whatever comes out.

@@ -21,6 +21,10 @@ from marft_agents.serving.control import read_operator_key
 _AT_ONCE = 5000
 
 
+class NoRoomError(SwapError):
+    """The engines have no slot for one version more."""
+
+
 class GatewayClient:
     """Operator's client; the key is given, or read from the server's adapters folder.
 
@@ -90,7 +94,7 @@ class GatewayClient:
                 soon as the new one answers.
 
         Returns:
-            agent, from, to, probe, unloaded, leases, moved, and seconds by step.
+            agent, from, to, probe, prepared, unloaded, leases, moved, and seconds by step.
 
         Raises:
             SwapError: when the swap was refused or failed; the old version still serves.
@@ -102,6 +106,27 @@ class GatewayClient:
         if watch is not None:
             more["watch"] = watch.model_dump()
         return self._change("swap", agent, change, more, sign="probe")
+
+    def prepare(self, agent: str, version: int) -> dict[str, Any]:
+        """Load and probe ``version`` beside the one in use, so that a swap to it takes no time.
+
+        It gets no request, and is kept for a while only; said again, it is kept anew.
+
+        Returns:
+            agent, version, probe, seconds by step, ``until`` when it is kept, and ``already``:
+            whether it was loaded and probed before.
+
+        Raises:
+            NoRoomError: the engines have no slot for it beside what they have.
+            SwapError: it was refused or failed; what serves is as before.
+            ServerError: when the server is down, or knows no preparing (an ``AnswerError`` of 404).
+        """
+        try:
+            return self._post("prepare", {"agent": agent, "version": version}, sign="until")
+        except AnswerError as error:
+            if error.status == 507:
+                raise NoRoomError(error.detail) from error
+            raise
 
     def canary(
         self,
@@ -160,18 +185,15 @@ class GatewayClient:
     def _change(
         self, what: str, agent: str, change: Change | None, more: dict[str, Any], *, sign: str
     ) -> dict[str, Any]:
-        """One change; ``sign`` is what an answer of ours has."""
         told = dataclasses.asdict(change or Change())
         body = {name: value for name, value in told.items() if value is not None}
+        return self._post(what, body | {"agent": agent} | more, sign=sign)
+
+    def _post(self, what: str, body: dict[str, Any], *, sign: str) -> dict[str, Any]:
+        """Ask for a change; ``sign`` is what an answer of ours has."""
         url = f"{self.url}/marft/{what}"
         try:
-            answer = call(
-                self._http,
-                "POST",
-                url,
-                body=body | {"agent": agent} | more,
-                timeout_s=self.swap_timeout_s,
-            )
+            answer = call(self._http, "POST", url, body=body, timeout_s=self.swap_timeout_s)
         except AnswerError as error:
             if error.status in (409, 502):
                 raise SwapError(error.detail) from error

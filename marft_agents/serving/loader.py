@@ -28,10 +28,13 @@ from marft_agents.schema import AdapterManifest, BaseModelInfo, parse_served_nam
 from marft_agents.serving import probe as probes
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.probe import Baseline, ProbeReport
+from marft_agents.serving.proofs import Folder, Proofs
 from marft_agents.serving.swap_events import timed_step
 from marft_agents.serving.threads import aside
 
 Step = Literal["check", "load", "probe", "record"]
+ASK_S = 5.0
+"""Longest wait for an engine's list, where there is another way to go on."""
 LONG_FILE = 4 * 1024 * 1024
 """Bytes; to compare a shorter file takes a few milliseconds."""
 
@@ -49,6 +52,10 @@ class StepError(SwapError):
         self.step: Step = step
         self.refused = refused
         self.replica = replica
+
+
+class NoRoomError(StepError):
+    """The engine has no slot for a version; it may have one another time."""
 
 
 @contextlib.contextmanager
@@ -159,6 +166,7 @@ class Loader:
         self.limits = limits
         self.tolerance = tolerance
         self.baseline: Baseline | None = None
+        self.proofs = Proofs()
 
     def take_baseline(self) -> None:
         """Ask the base itself, while no adapter request is in flight.
@@ -202,17 +210,28 @@ class Loader:
         Raises:
             StepError: naming the step; the version is then not left loaded.
         """
+        folder = self.folder(agent, version)
         manifest = self.check(agent, version)
         try:
-            return self.load_and_probe(manifest)
+            return self.load_and_probe(manifest, folder)
         except StepError:
             with contextlib.suppress(ServerError):
-                self.client.unload(manifest.served_name)
+                self.unload(agent, version)
             raise
+
+    def folder(self, agent: str, version: int) -> Folder:
+        """The version's folder as it is now; to be asked for before it is looked over.
+
+        Raises:
+            StepError: there is none.
+        """
+        with step(served_name(agent, version), "check"):
+            return Folder.seen(self.registry.path(agent, version))
 
     def load_and_probe(
         self,
         manifest: AdapterManifest,
+        before: Folder,
         *,
         compared: Callable[[], None] = lambda: None,
         replica: str | None = None,
@@ -223,6 +242,7 @@ class Loader:
         Whether the engine lists it from its folder is asked while it computes the probe's answer.
 
         Args:
+            before: its folder, seen before the manifest was looked over.
             compared: returns when the weights are those that were published, or raises; nothing is
                 computed with them before.
             replica: named in errors.
@@ -231,7 +251,7 @@ class Loader:
         Raises:
             StepError: naming the step.
         """
-        name = manifest.served_name
+        name, run = manifest.served_name, self.proofs.run
         folder = self.registry.path(manifest.agent, manifest.version)
         begins("load")
         with step(name, "load", replica):
@@ -242,11 +262,13 @@ class Loader:
         listed = aside(self.client.require_loaded, name, folder)
         try:
             with step(name, "probe", replica):
-                return self.probe(manifest)
+                report = self.probe(manifest)
         finally:  # an engine that does not list it fails at that, whatever it answered
             begins("load")
             with step(name, "load", replica, part="list"):
                 listed.result()
+        self.proofs.add(run, name, report, before)
+        return report
 
     def probe(self, manifest: AdapterManifest) -> ProbeReport:
         """Whether a loaded version answers as it should; it stays loaded whatever comes out.
@@ -270,8 +292,19 @@ class Loader:
             name, self.baseline, served, untrained=untrained, tolerance=self.tolerance
         )
 
+    def require_listed(self, name: str, folder: Path, replica: str) -> None:
+        """Return when the engine still lists a version that was proved on it.
+
+        Raises:
+            StepError: it does not, or does not say so soon.
+        """
+        with step(name, "load", replica, part="list"):
+            self.client.require_loaded(name, folder, timeout_s=ASK_S)
+
     def unload(self, agent: str, version: int) -> None:
-        self.client.unload(served_name(agent, version))
+        name = served_name(agent, version)
+        self.proofs.drop(name)
+        self.client.unload(name)
 
     def listed(self, timeout_s: float | None = None) -> set[tuple[str, int]]:
         """Agent and version of everything that the engine has loaded from this registry.

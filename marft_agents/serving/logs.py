@@ -61,9 +61,9 @@ def _visit_fields(visit: Visit) -> dict[str, Any]:
 
 
 def log_swap(event: SwapEvent) -> None:
-    """The line of one step of a swap, or of its end."""
+    """The line of one step of a swap or a preparation, or of its end."""
     say(
-        "swap" if event.whole else "swap_step",
+        event.what if event.whole else "swap_step",
         logging.INFO if event.result == "ok" else logging.WARNING,
         agent=event.agent,
         version=event.version,

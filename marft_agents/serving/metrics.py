@@ -187,6 +187,8 @@ class Metrics:
 
     def swap(self, event: SwapEvent) -> None:
         """Count a swap, or time one of its steps."""
+        if event.whole and event.what == "prepare":
+            return  # its steps are timed, and it moves nothing
         if event.whole:
             self._swaps.labels(event.result, event.step or "").inc()
         elif event.step is not None:

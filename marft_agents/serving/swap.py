@@ -5,7 +5,8 @@ the alias; the old version is taken out only when its last request has ended and
 it. Whatever fails, the agent keeps answering from the old version, nobody sees the new one, and the
 alias and ``CURRENT`` agree. What the disk is to get is written while the engines load, so that the
 alias waits for one rename; the line of the trail is on disk, too, before the swap is called done. A
-swap goes on to its end when whoever asked for it has left.
+swap goes on to its end when whoever asked for it has left. A version that every engine in the
+traffic has loaded and probed already, and still has, is not loaded and probed again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.keeper import Keeper
-from marft_agents.serving.loader import StepError, step
-from marft_agents.serving.probe import ProbeReport
+from marft_agents.serving.loader import NoRoomError, StepError, step
+from marft_agents.serving.prepared import Preparations
+from marft_agents.serving.proofs import Brought
 from marft_agents.serving.swap_events import SwapObserver, observed, spent
 from marft_agents.serving.threads import in_thread
 
@@ -50,6 +52,7 @@ class Swapper:
         self.keeper = Keeper(aliases, self._lock)
         self.keeper.give_up = self.give_up
         self.observers: list[SwapObserver] = []
+        self.preparations = Preparations(self)
 
     async def swap(
         self,
@@ -68,10 +71,11 @@ class Swapper:
         version is unloaded later.
 
         Returns:
-            agent, from, to, probe, whether the old version was unloaded within the wait, how many
-            episodes (``leases``) keep it, how many were ``moved``, and the ``seconds`` of each
-            step: ``check``, ``load``, ``probe`` and ``record`` came one after the other,
-            ``prepare``, ``compare`` and ``list`` beside them.
+            agent, from, to, probe, whether it was ``prepared``, so that it was neither loaded nor
+            probed again, whether the old version was unloaded within the wait, how many episodes
+            (``leases``) keep it, how many were ``moved``, and the ``seconds`` of each step:
+            ``check``, ``load``, ``probe`` and ``record`` came one after the other, ``prepare``,
+            ``compare`` and ``list`` beside them.
 
         Raises:
             StepError: naming the step that failed and what still serves.
@@ -97,7 +101,8 @@ class Swapper:
     async def _swap(self, new: Route, change: Change, *, now: bool, wait: bool) -> dict[str, Any]:
         slug, version = new.agent, new.version
         moving = now or change.action == "rollback"
-        if moving and not self._has_room(new):  # what episodes keep must not hold up a rollback
+        room = self._has_room(new, spare=len(self._spare(new)))
+        if moving and not room:  # what episodes keep must not hold up a rollback
             try:
                 await in_thread(self._require_sense, new, change)
             except StepError as error:
@@ -116,9 +121,9 @@ class Swapper:
 
             try:
                 if old != new or self.aliases.lost(slug) is not None:
-                    report = await self._move(new, change, point)
+                    brought = await self._move(new, change, point)
                 else:
-                    report = await self._probe_again(new, change)
+                    brought = await self._probe_again(new, change)
                     point()
             except StepError as error:
                 raise await self._stopped(new, change, error) from error
@@ -127,7 +132,8 @@ class Swapper:
             "agent": slug,
             "from": before,
             "to": version,
-            "probe": report.as_json(),
+            "probe": brought.report.as_json(),
+            "prepared": brought.since is not None,
             "unloaded": await self.retire(replaced, wait=wait) if replaced else False,
             "leases": self.aliases.leased(replaced) if replaced else 0,
             "moved": moved,
@@ -135,31 +141,46 @@ class Swapper:
         }
 
     @contextlib.asynccontextmanager
-    async def beside(self, route: Route) -> AsyncGenerator[ProbeReport]:
+    async def beside(self, route: Route, *, prepares: bool = False) -> AsyncGenerator[Brought]:
         """Check, load and probe a version beside the one in use; the block says what it is for.
 
-        A version that nobody needs after the block is unloaded.
+        A version that nobody needs after the block, and that is not prepared, is unloaded.
+
+        Args:
+            prepares: it is for a swap to come, and takes no other agent's slot.
 
         Raises:
             StepError: naming the step that failed.
             Refusal: while the server is being stopped.
         """
         self.fleet.require_taking()
-        await self._await_room(route)
+        await self._await_room(route, prepares=prepares)
         async with self._lock:
             try:
-                yield await self._bring_up(route)
+                yield await self._bring_up(route, prepares=prepares)
             finally:
-                if not self.aliases.is_needed(route):
-                    self.start_retiring(route)
+                self._retire_unless_kept(route)
 
-    async def _bring_up(self, new: Route, allowed: Callable[[], None] | None = None) -> ProbeReport:
-        with step(new.name, "check"):
-            self._require_room(new)
+    def _retire_unless_kept(self, route: Route) -> None:
+        if not self.aliases.is_needed(route) and route not in self.aliases.prepared():
+            self.start_retiring(route)
+
+    async def _bring_up(
+        self, new: Route, allowed: Callable[[], None] | None = None, *, prepares: bool = False
+    ) -> Brought:
+        """Load and probe a version, or find that every engine has done so and still has it."""
+        if new in self.aliases.kept():
+            found = await self.fleet.proven(new, allowed)
+            if not isinstance(found, str):
+                return Brought(found.report, found.time)
+            _log.info("%s is loaded and probed once more: %s", new.name, found)
+            if new in self.aliases.prepared():
+                self.start_retiring(new)  # which comes to nothing if it is up in the end
+        await self._make_room(new, prepares=prepares)
         in_use = self.aliases.is_needed(new)
-        return await self.fleet.bring_up(new, in_use=in_use, allowed=allowed)
+        return Brought(await self.fleet.bring_up(new, in_use=in_use, allowed=allowed))
 
-    async def _probe_again(self, new: Route, change: Change) -> ProbeReport:
+    async def _probe_again(self, new: Route, change: Change) -> Brought:
         with step(new.name, "check"):
             await in_thread(self._require_movable, new, change)
         # A failed probe must not unload what serves, so this asks without loading.
@@ -169,28 +190,54 @@ class Swapper:
             new.name, "record"
         ):  # somebody may have moved CURRENT without telling this server
             await in_thread(self.fleet.registry.move, new.agent, new.version, change)
-        return report
+        return Brought(report)
 
-    def _has_room(self, new: Route) -> bool:
+    def _has_room(self, new: Route, *, spare: int = 0) -> bool:
+        """Whether there is a slot for it when so many others give up theirs."""
         slots, kept = self.fleet.limits.slots, self.aliases.kept()
-        return slots is None or new in kept or len(kept) < slots
+        return slots is None or new in kept or len(kept) - spare < slots
 
-    async def _await_room(self, new: Route) -> None:
+    def _spare(self, new: Route, *, prepares: bool = False) -> list[Route]:
+        """Prepared versions that give up their slots for it, the first one first."""
+        prepared = self.aliases.prepared(new.agent if prepares else None)
+        return [r for r in prepared if r != new and not self.aliases.is_needed(r)]
+
+    async def _await_room(self, new: Route, *, prepares: bool = False) -> None:
         """Let versions that are about to go do so first."""
         until = time.monotonic() + self._wait_for_drain_s
-        while self._retiring and not self._has_room(new) and time.monotonic() < until:
+
+        def has_room() -> bool:
+            return self._has_room(new, spare=len(self._spare(new, prepares=prepares)))
+
+        while self._retiring and not has_room() and time.monotonic() < until:
             await asyncio.wait(
                 self._retiring.values(),
                 timeout=until - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
 
-    def _require_room(self, new: Route) -> None:
-        if self._has_room(new):
+    async def _make_room(self, new: Route, *, prepares: bool) -> None:
+        """Unload prepared versions as far as their slots are needed.
+
+        Raises:
+            NoRoomError: that would not be enough.
+        """
+        spare = self._spare(new, prepares=prepares)
+        with step(new.name, "check"):
+            self._require_room(new, len(spare))
+        for route in spare:
+            if self._has_room(new):
+                return
+            _log.warning("%s was prepared, and gives up its slot for %s", route.name, new.name)
+            self.aliases.remove(route)
+            await self.fleet.unload(route)
+
+    def _require_room(self, new: Route, spare: int) -> None:
+        if self._has_room(new, spare=spare):
             return
         kept = self.aliases.kept()
         told = ", ".join(f"{route.name} ({why})" for route, why in kept.items())
-        raise StepError(
+        raise NoRoomError(
             f"step check of {new.name}:"
             f" the engine keeps {self.fleet.limits.slots} adapters and has {len(kept)}: {told};"
             f" {new.name} would be one more; wait until one of them is not needed any more, move"
@@ -228,11 +275,11 @@ class Swapper:
         message = f"swap stopped at {error}; {still}"
         return StepError(message, step=error.step, refused=error.refused)
 
-    async def _move(self, new: Route, change: Change, point: Callable[[], None]) -> ProbeReport:
+    async def _move(self, new: Route, change: Change, point: Callable[[], None]) -> Brought:
         """Bring it up, and meanwhile write what can be written; then move ``CURRENT`` and alias."""
         preparing = asyncio.create_task(self._prepare(new, change))
         try:
-            report = await self._bring_up(new, partial(self._require_movable, new, change))
+            brought = await self._bring_up(new, partial(self._require_movable, new, change))
         except BaseException:
             with contextlib.suppress(StepError):
                 await in_thread(self.fleet.registry.discard_move, await preparing)
@@ -240,11 +287,11 @@ class Swapper:
         try:
             move, loop = await preparing, asyncio.get_running_loop()
             on_disk = partial(loop.call_soon_threadsafe, point)
-            await in_thread(self._write, move, {"probe": report.as_json()}, on_disk)
+            await in_thread(self._write, move, brought.evidence(), on_disk)
         except StepError:
-            self.start_retiring(new)
+            self._retire_unless_kept(new)
             raise
-        return report
+        return brought
 
     async def _prepare(self, new: Route, change: Change) -> Move:
         with step(new.name, "record", part="prepare"):

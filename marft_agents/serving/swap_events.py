@@ -18,6 +18,8 @@ from typing import Literal, TypeVar
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Result = Literal["ok", "refused", "failed"]
+What = Literal["swap", "prepare"]
+"""Whether a version is to serve now, or is loaded and probed for a swap to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class SwapEvent:
     """Of the whole: the version that served when it began."""
     by: str | None = None
     """Of the whole: the name of the operator's key."""
+    what: What = "swap"
 
 
 asked_by: ContextVar[str | None] = ContextVar("marft_swap_asked_by", default=None)
@@ -108,8 +111,10 @@ async def observed(
     version: int,
     observers: Sequence[SwapObserver],
     origin: int | None = None,
+    *,
+    what: What = "swap",
 ) -> _T:
-    """The result of a swap; its steps and its end are told to the observers."""
+    """The result of a swap or a preparation; its steps and end are told to the observers."""
     steps, began = _Steps(), time.monotonic()
     token = _STEPS.set(steps)
     failed: BaseException | None = None
@@ -122,9 +127,8 @@ async def observed(
         _STEPS.reset(token)
         seconds, result = time.monotonic() - began, _result(failed)
         step: str | None = getattr(failed, "step", None)
-        whole = SwapEvent(
-            agent, version, True, step, None, result, seconds, _said(failed), origin, asked_by.get()
-        )
+        said, by = _said(failed), asked_by.get()
+        whole = SwapEvent(agent, version, True, step, None, result, seconds, said, origin, by, what)
         for event in [*steps.events(agent, version), whole]:
             _tell(event, observers)
 

@@ -12,13 +12,11 @@ import pytest
 
 from marft_agents.errors import SwapError
 from marft_agents.registry import Bounds, Change
-from marft_agents.schema import AdapterManifest
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.loader import Limits
-from marft_agents.serving.probe import ProbeReport
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.upstream import Upstream
 from tests.serving.conftest import furnished
@@ -227,15 +225,15 @@ async def test_going_back_waits_for_room_in_the_engine(rig: Rig) -> None:
         assert rig.aliases.current("router") == 1
 
 
-def while_it_is_probed(rig: Rig, monkeypatch: pytest.MonkeyPatch, canaries: Canaries) -> None:
-    """Requests of v2 fail."""
-    loop, probe = asyncio.get_running_loop(), rig.replica.loader.probe
+def while_it_is_asked_for(rig: Rig, monkeypatch: pytest.MonkeyPatch, canaries: Canaries) -> None:
+    """Requests of v2 fail while the engine says whether it still has it."""
+    loop, listed = asyncio.get_running_loop(), rig.replica.loader.require_listed
 
-    def meanwhile(manifest: AdapterManifest) -> ProbeReport:
+    def meanwhile(name: str, folder: Path, replica: str) -> None:
         loop.call_soon_threadsafe(seen, canaries, 500)
-        return probe(manifest)
+        listed(name, folder, replica)
 
-    monkeypatch.setattr(rig.replica.loader, "probe", meanwhile)
+    monkeypatch.setattr(rig.replica.loader, "require_listed", meanwhile)
 
 
 async def test_a_canary_found_worse_while_its_share_is_changed_is_taken_out(
@@ -245,7 +243,7 @@ async def test_a_canary_found_worse_while_its_share_is_changed_is_taken_out(
         await rig.closed(stack)
         canaries, bounds = rig.canaries(), Bounds(min_requests=20)
         await canaries.start("router", 2, 0.5, bounds=bounds, change=ME)
-        while_it_is_probed(rig, monkeypatch, canaries)
+        while_it_is_asked_for(rig, monkeypatch, canaries)
         with pytest.raises(SwapError, match="worse meanwhile"):
             await canaries.start("router", 2, 0.6, bounds=bounds, change=ME)
         await canaries.tick()
@@ -264,7 +262,7 @@ async def test_a_canary_found_worse_while_it_is_promoted_goes_back(
         seen(canaries)
         rig.now = 101.0
         with monkeypatch.context() as patch:
-            while_it_is_probed(rig, patch, canaries)
+            while_it_is_asked_for(rig, patch, canaries)
             await canaries.tick()
         await canaries.tick()
         assert rig.aliases.current("router") == 1

@@ -246,6 +246,7 @@ def test_a_promotion_that_fails_leaves_the_canary_as_it_was(
         patch.setattr(stage.house.registry, "commit_move", full)
         with pytest.raises(SwapError, match=r"step record of router@v2"):
             stage.operator.swap("router", 2, ME)
+    stage.gateway.fleet.replicas[0].loader.proofs.forget()  # or it is not probed once more
     stage.engine.faults.extra_effect = 0.5
     with pytest.raises(SwapError, match=r"step probe of router@v2"):
         stage.operator.swap("router", 2, ME)
