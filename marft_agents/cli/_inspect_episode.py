@@ -181,7 +181,7 @@ def _turn_table(episode: Episode, credit: Credit) -> list[str]:
             turn.agent,
             turn.kind,
             str(turn.step),
-            ",".join(places.get(name, f"unknown turn {name}") for name in turn.depends_on) or "-",
+            _saw(turn, places),
             str(len(turn.prompt_token_ids or ())),
             str(len(turn.token_ids or ())),
             number(_logprob_sum(turn)),
@@ -193,6 +193,11 @@ def _turn_table(episode: Episode, credit: Credit) -> list[str]:
         for place, turn in enumerate(episode.turns)
     ]
     return table(_HEADER, rows, right=(0, 3, 5, 6, 7, 8, 9, 10))
+
+
+def _saw(turn: Turn, places: Mapping[str, str]) -> str:
+    names = [places.get(name, f"unknown turn {name}") for name in turn.depends_on]
+    return ",".join(names if turn.depends_on_complete else [*names, "older?"]) or "-"
 
 
 def _said_lines(turn: Turn, place: int, *, tokens: bool) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from marft_agents.recording.clean import jsonable, stored_messages
 from marft_agents.recording.drafts import TurnDraft
 from marft_agents.recording.episode import LiveEpisode, describe_error
+from marft_agents.recording.linking import Links
 from marft_agents.schema import JsonDict, Turn, TurnKind
 
 if TYPE_CHECKING:
@@ -114,10 +115,9 @@ class Call:
 
     def _link(self, exchange: Exchange, before: Exchange | None) -> None:
         if before is not None and before.messages == exchange.messages:  # tried again
-            exchange.depends_on = before.depends_on
+            exchange.links = before.links
         else:
-            found = self.episode.ledger.found(exchange.messages, self._delivered)
-            exchange.depends_on = found
+            exchange.links = self.episode.ledger.found(exchange.messages, self._delivered)
 
     def register(self, exchange: Exchange, index: int) -> str:
         """Let later prompts be linked to this choice; returns its turn id."""
@@ -193,13 +193,14 @@ class Call:
         messages = stored_messages(jsonable(unseen.messages))
         turn_id = self.new_turn_id(0)
         with self.episode.ledger.reading:  # before its own text is known
-            depends_on = self.episode.ledger.link(messages, self._delivered)
+            self.episode.ledger.catch_up()
+            links = self.episode.ledger.found(messages, self._delivered)
             self._enter(turn_id, unseen.text, unseen.tool_calls)
         self.turn_ids.append(turn_id)
         self.episode.add_turn(
             Turn(
                 time=self.episode.core.clock(),
-                **self.identity(turn_id, messages, depends_on),
+                **self.identity(turn_id, messages, links),
                 text=jsonable(unseen.text),
                 tool_calls=jsonable(unseen.tool_calls),
                 latency_s=round(time.perf_counter() - self._started, 6),
@@ -208,9 +209,7 @@ class Call:
             )
         )
 
-    def identity(
-        self, turn_id: str, messages: list[JsonDict], depends_on: list[str]
-    ) -> dict[str, Any]:
+    def identity(self, turn_id: str, messages: list[JsonDict], links: Links) -> dict[str, Any]:
         """The fields of a turn that say whose it is and what it saw."""
         return {
             "episode_id": self.episode.id,
@@ -219,7 +218,8 @@ class Call:
             "kind": self.kind,
             "step": self._step,
             "messages": messages,
-            "depends_on": depends_on,
+            "depends_on": links.turn_ids,
+            "depends_on_complete": links.complete,
             "selected_by": self._selected_by,
             "parent_agent": self._parent[0],
             "parent_turn": self._parent[1],

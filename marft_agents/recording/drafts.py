@@ -68,7 +68,7 @@ class TurnDraft:
         problem = exchange.error or self.problem
         turn = Turn(
             time=self.time,
-            **call.identity(self.turn_id, exchange.messages, exchange.depends_on),
+            **call.identity(self.turn_id, exchange.messages, exchange.links),
             **_answer(exchange, choice),
             latency_s=round(exchange.ended - self.started, 6),
             attempt=self.attempts,

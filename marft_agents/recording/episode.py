@@ -3,7 +3,8 @@
 Invariant: an event's place in the order (turn ``index``, ``step``) is decided under the episode's
 lock, where it is also handed to the log. An episode ends once, in the process where it began; calls
 that begin later are not its own. The current episodes are a contextvar, so tasks and threads that
-inherit the context share them and others do not.
+inherit the context share them and others do not. However long an episode lasts, what is held of it
+is bounded (``newest``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from marft_agents.recording.clean import as_text, jsonable, without_secrets
 from marft_agents.recording.core import Core
 from marft_agents.recording.defaults import filled
 from marft_agents.recording.linking import Ledger
+from marft_agents.recording.newest import MOST_NAMES, MOST_TURNS, Newest
 from marft_agents.recording.payloads import without_payloads
 from marft_agents.recording.reviews import give_edit, give_reward
 from marft_agents.schema import (
@@ -61,17 +63,22 @@ class LiveEpisode:
         self.lock = threading.RLock()
         _alive.add(self)
         self.ledger = Ledger()
-        self.messages: dict[str, str] = {}
+        self.messages: Newest[str, str] = Newest(MOST_NAMES)
         """Turn id behind each framework message id."""
         self.open_calls: set[Call] = set()
         """Calls that nobody but the HTTP layer can finish."""
-        self._turns: list[tuple[str, str]] = []
-        self._replies: dict[tuple[str, int], int] = {}
+        self._turns: Newest[str, str] = Newest(MOST_TURNS)
+        """Who spoke each turn."""
+        self._count = 0
+        """Turns that there ever were: the next one's index."""
+        self._replies: Newest[tuple[str, int], int] = Newest(MOST_NAMES)
         """What was said under each response id and choice."""
         self._step = 0
         self._answered = False
-        self._seen: set[str] = set()
-        self._outcomes: list[tuple[EndReason, str | None]] = []
+        self._seen: Newest[str, None] = Newest(MOST_NAMES)
+        self._cut: tuple[EndReason, str | None] | None = None
+        """The first truncated run's end."""
+        self._last_detail: str | None = None
         self._decided: tuple[EndReason, str | None] | None = None
 
     def start(self, task: Any, metadata: Mapping[str, Any] | None, runtime: str | None) -> None:
@@ -100,15 +107,13 @@ class LiveEpisode:
     def add_turn(self, turn: Turn) -> None:
         """Give a finished turn its index and log it."""
         with self.lock:
-            turn = turn.model_copy(update={"index": len(self._turns), **self._once_more(turn)})
-            self._turns.append((turn.turn_id, turn.agent))
-            self.core.emit(turn)
+            place = self._place(turn.turn_id, turn.agent)
+            self.core.emit(turn.model_copy(update={"index": place, **self._once_more(turn)}))
 
     def add_draft(self, draft: TurnDraft) -> None:
         """Give a finished turn its index; it is put together and logged on the log's thread."""
         with self.lock:
-            draft.place = len(self._turns)
-            self._turns.append((draft.turn_id, draft.call.agent))
+            draft.place = self._place(draft.turn_id, draft.call.agent)
             self.core.emit(draft)
 
     def put_together(self, draft: TurnDraft) -> Turn:
@@ -117,6 +122,12 @@ class LiveEpisode:
         with self.lock:
             changes = {"index": draft.place, **self._once_more(turn)}
         return turn.model_copy(update=changes)
+
+    def _place(self, turn_id: str, agent: str) -> int:
+        """The index of a turn that is over now."""
+        place, self._count = self._count, self._count + 1
+        self._turns[turn_id] = agent
+        return place
 
     def _once_more(self, turn: Turn) -> JsonDict:
         """What to change in a turn whose response id was there before.
@@ -127,22 +138,30 @@ class LiveEpisode:
         if turn.response_id is None:
             return {}
         reply = turn.response_id, turn.choice_index
+        own = {"response_id": f"{turn.response_id}#{turn.turn_id}"}
         said = hash((turn.text, tuple(turn.token_ids or ()), repr(turn.tool_calls)))
-        if reply not in self._replies:
+        before = self._replies.get(reply)
+        if before is None:
             self._replies[reply] = said
-            return {}
-        cached = turn.cached or self._replies[reply] == said
-        return {"response_id": f"{turn.response_id}#{turn.turn_id}", "cached": cached}
+            # One of the ids that are no longer held could be the same, and lose this turn.
+            return own if self._replies.let_go else {}
+        return {**own, "cached": turn.cached or before == said}
 
     def turn_ids(self, agent: str | None = None) -> tuple[str, ...]:
+        """Ids of the newest ``MOST_TURNS`` turns (of one agent), in order of completion."""
         with self.lock:
-            return tuple(t for t, name in self._turns if agent in (None, name))
+            return tuple(t for t, name in self._turns.items() if agent in (None, name))
+
+    def knows(self, turn_id: str) -> bool | None:
+        """Whether a turn is of this episode; ``None`` where it may be one that is let go."""
+        with self.lock:
+            return turn_id in self._turns or (None if self._turns.let_go else False)
 
     def first_time(self, key: str) -> bool:
         """Whether ``key`` (an event of the runtime) was not seen in this episode before."""
         with self.lock:
             new = key not in self._seen
-            self._seen.add(key)
+            self._seen[key] = None
             return new
 
     def tool(
@@ -168,7 +187,7 @@ class LiveEpisode:
                 arguments=without_payloads(jsonable(arguments)),
                 result=without_payloads(jsonable(result)),
                 ok=ok,
-                index=len(self._turns),
+                index=self._count,
             )
             self.core.emit(event)
 
@@ -181,7 +200,7 @@ class LiveEpisode:
                 episode_id=self.id,
                 name=name,
                 text=text,
-                index=len(self._turns),
+                index=self._count,
             )
             self.core.emit(event)
 
@@ -189,15 +208,16 @@ class LiveEpisode:
         """Somebody put ``text`` in place of what a turn said."""
         give_edit(self.core, self.id, turn_id, text, editor)
         with self.lock:
-            agent = next((name for known, name in self._turns if known == turn_id), "")
-            self.ledger.add(turn_id, agent, as_text(text))
+            self.ledger.add(turn_id, self._turns.get(turn_id, ""), as_text(text))
 
     def reward(self, value: Any, agent: str | None, turn_id: str | None, source: str) -> None:
         give_reward(self.core, self.id, value, agent=agent, turn_id=turn_id, source=source)
 
     def report(self, reason: EndReason, detail: str | None) -> None:
         """A run inside this episode has ended so."""
-        self._outcomes.append((reason, detail))
+        if reason == "truncated" and self._cut is None:
+            self._cut = reason, detail
+        self._last_detail = detail or self._last_detail
 
     def decide(self, reason: EndReason, detail: str | None) -> None:
         """The app says how the episode ends, whatever the runtime reports."""
@@ -226,7 +246,7 @@ class LiveEpisode:
     def say_if_nothing_was_recorded(self) -> None:
         """An episode without a call is no use to anybody; most often a ``wrap`` was forgotten."""
         core = self.core
-        if self._turns or self.has_inner or core.closed or not core.enabled:
+        if self._count or self.has_inner or core.closed or not core.enabled:
             return
         if core.safety.spoke or os.getpid() != self._process:
             return  # the reason was given, or so much is wrong that this is not the news
@@ -246,10 +266,7 @@ class LiveEpisode:
     def _ending(self, error: BaseException | None) -> tuple[EndReason, str | None]:
         if error is not None:
             return "failed", describe_error(error)
-        cut = next((o for o in self._outcomes if o[0] == "truncated"), None)
-        if cut is not None:
-            return cut
-        return "terminated", next((d for _, d in reversed(self._outcomes) if d), None)
+        return self._cut or ("terminated", self._last_detail)
 
     def active(self) -> AbstractContextManager[None]:
         """Make this the current episode of its recorder in this thread or task."""

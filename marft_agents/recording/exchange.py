@@ -17,6 +17,7 @@ from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
 from marft_agents.recording.jsontext import JsonObject, mapping
 from marft_agents.recording.lines import Lines
+from marft_agents.recording.linking import Links
 from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt, token_fields
 from marft_agents.recording.reply import Choice, Reply
 from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
@@ -51,7 +52,7 @@ class Exchange:
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
         self._messages: list[JsonDict] | None = None
-        self.depends_on: list[str] = []
+        self.links = Links([])
         """Known once the episode's ledger has caught up."""
         self.turn_ids: dict[int, str] = {}
         """Turn id of each choice that later prompts may contain."""

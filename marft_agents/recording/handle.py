@@ -55,7 +55,7 @@ class EpisodeHandle:
         self._live.decide(reason, detail)
 
     def turns(self, agent: str | None = None) -> tuple[str, ...]:
-        """Turn ids finished so far, in order of completion."""
+        """Turn ids finished so far, in order of completion; of a long episode the newest 4096."""
         return self._live.turn_ids(agent)
 
     def active(self) -> AbstractContextManager[None]:

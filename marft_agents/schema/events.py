@@ -130,6 +130,9 @@ class Turn(Event):
     choice_index: int = 0
     depends_on: list[str] = Field(default_factory=list[str])
     """``turn_id`` of earlier turns whose output was found in the messages sent."""
+    depends_on_complete: bool = True
+    """False where the messages may hold outputs of turns so old that the recorder of a very long
+    episode no longer compared with them."""
     selected_by: str | None = None
     """Turn that chose this speaker: a speaker selection, or the turn that handed off."""
     parent_agent: str | None = None

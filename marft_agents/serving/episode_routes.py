@@ -118,7 +118,7 @@ def episode_routes(
             )
         await recording.written()
         live = episodes.get(name)
-        known = live is not None and turn_id in (None, *live.turn_ids())
+        known = live is not None and (turn_id is None or live.knows(turn_id))
         return JSONResponse({"episode": name, "value": event.value, "known": known})
 
     async def look(request: Request) -> Response:
@@ -155,7 +155,7 @@ def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
         else:
             live.edit(turn_id, text, editor)
         await recording.written()
-        known = live is not None and turn_id in live.turn_ids()
+        known = live is not None and live.knows(turn_id)
         return JSONResponse({"episode": name, "turn_id": turn_id, "known": known})
 
     async def human(request: Request) -> Response:
@@ -247,5 +247,5 @@ def _state(live: GatewayEpisode) -> JsonDict:
         "ended": reason,
         "detail": detail,
         "calls_under_way": live.in_flight,
-        "turns": live.turns,
+        **live.newest(),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +18,7 @@ from marft_agents.recording.call import Call
 from marft_agents.recording.core import Core
 from marft_agents.recording.drafts import TurnDraft
 from marft_agents.recording.episode import LiveEpisode
+from marft_agents.recording.newest import MOST_NAMES, MOST_TURNS, Newest
 from marft_agents.schema import EndReason, Episode, JsonDict, Turn
 from marft_agents.serving.refusals import Refusal
 
@@ -42,22 +43,23 @@ class GatewayEpisode(LiveEpisode):
         """Whether the app logs its begin and end itself."""
         self.in_flight = 0
         self.last_used = now()
-        self.turns: list[JsonDict] = []
+        self.turns: deque[JsonDict] = deque(maxlen=MOST_TURNS)
         self._held: dict[Hashable, tuple[Call, float]] = {}
-        self._answers: set[tuple[str, int]] = set()
+        self._answers: Newest[tuple[str, int], None] = Newest(MOST_NAMES)
 
     def add_turn(self, turn: Turn) -> None:
         """Log a finished turn.
 
         Engines take a client's ``X-Request-Id`` into the reply's id, so a client that sends the
-        same one twice gets the same id twice; a log reader would take the second for a copy.
+        same one twice gets the same id twice; a log reader would take the second for a copy. Once
+        ids are let go, every one could be such a second.
         """
         if turn.response_id is not None:
             answer = turn.response_id, turn.choice_index
-            if answer in self._answers:
+            if answer in self._answers or self._answers.let_go:
                 own = f"{turn.response_id}#{turn.turn_id}"
                 turn = turn.model_copy(update={"response_id": own})
-            self._answers.add(answer)
+            self._answers[answer] = None
         super().add_turn(turn)
         self._tell(turn)
 
@@ -69,9 +71,17 @@ class GatewayEpisode(LiveEpisode):
         told = {"turn_id": turn.turn_id, "agent": turn.agent, "response_id": turn.response_id}
         self.turns.append(told)
 
+    def newest(self) -> JsonDict:
+        """The newest turns, and how many there were before them."""
+        return {"turns": list(self.turns), "earlier_turns": self._count - len(self.turns)}
+
     def speaker(self, turn_id: str | None) -> str | None:
-        """Who spoke a turn of this episode."""
-        return next((t["agent"] for t in self.turns if t["turn_id"] == turn_id), None)
+        """Who spoke a turn of this episode; ``None`` also for one that is let go."""
+        return None if turn_id is None else self._turns.get(turn_id)
+
+    def forgot_earlier(self) -> None:
+        """There were turns before those that it will be told of."""
+        self.ledger.let_go = self._turns.let_go = self._answers.let_go = True
 
     def reopen(self) -> None:
         """Go on after an end that only the clock decided."""
@@ -107,13 +117,16 @@ class GatewayEpisode(LiveEpisode):
 
     @classmethod
     def resumed(cls, core: Core, episode: Episode, now: Callable[[], float]) -> GatewayEpisode:
-        """As it was when the log ended."""
+        """As it was when the log ended, by its newest turns at least."""
         live = cls(core, episode.episode_id, now)
+        if episode.turns and episode.turns[0].index > 0:
+            live.forgot_earlier()
         for turn in episode.turns:
-            live._turns.append((turn.turn_id, turn.agent))
+            live._count = max(live._count, turn.index)
+            live._place(turn.turn_id, turn.agent)
             live._tell(turn)
             if turn.response_id is not None:
-                live._answers.add((turn.response_id, turn.choice_index))
+                live._answers[turn.response_id, turn.choice_index] = None
             ids = [c["id"] for c in turn.tool_calls or () if isinstance(c.get("id"), str)]
             live.ledger.add(
                 turn.turn_id,
@@ -125,7 +138,7 @@ class GatewayEpisode(LiveEpisode):
             live._step = max(live._step, turn.step)
         for tool in episode.tools:
             live.first_time(f"tool {tool.call_id}")
-            live._answered = live._answered or tool.index >= len(episode.turns)
+            live._answered = live._answered or tool.index >= live._count
         end = episode.ended
         if end is not None:
             live.closed = True

@@ -57,6 +57,7 @@ def test_an_episode_from_begin_to_end(desk: RecordingStage) -> None:
         "detail": "ten turns",
         "calls_under_way": 0,
         "turns": [{"turn_id": turn.turn_id, "agent": "writer", "response_id": turn.response_id}],
+        "earlier_turns": 0,
     }
 
 

@@ -228,7 +228,7 @@ def test_a_streamed_turn_is_logged_before_the_client_has_its_last_chunk() -> Non
     choice = {"index": 0, "delta": {"content": "data: [DONE]"}, "finish_reason": "stop"}
     watch.feed(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
     episode = recording.episodes.get("e1")
-    assert episode is not None and episode.turns == []
+    assert episode is not None and not episode.turns
     watch.feed(b"data: [DONE]\n\n")
     assert len(episode.turns) == 1 and episode.in_flight == 0
     watch.over("too late")
