@@ -144,14 +144,19 @@ def chapter(records: Sequence[Record]) -> list[str]:
         + ".",
         "",
     ]
-    for engine, label in ENGINES.items():
-        of_engine = [r for r in records if r["engine"] == engine]
-        if of_engine:
-            last = of_engine[-1]
-            size = f"{last['messages']} messages before the question"
-            out += [f"### {label}", "", f"{size}, {last['max_tokens']} tokens a reply.", ""]
-            out += [*lines_for(of_engine), _words(of_engine), ""]
+    for engine, model in settings_of(records):
+        mine = [r for r in records if (r["engine"], r.get("model")) == (engine, model)]
+        label = ENGINES[engine] if model is None else f"vLLM on the CPU, {model}"
+        size = f"{mine[-1]['messages']} messages before the question"
+        out += [f"### {label}", "", f"{size}, {mine[-1]['max_tokens']} tokens a reply.", ""]
+        out += [*lines_for(mine), _words(mine), ""]
     return out[:-1]
+
+
+def settings_of(records: Sequence[Record]) -> list[tuple[str, str | None]]:
+    """Engine and model (``None``: the usual small one), in the order of the chapter."""
+    found = {(r["engine"], r.get("model")) for r in records}
+    return sorted(found, key=lambda s: (list(ENGINES).index(s[0]), s[1] or ""))
 
 
 def lines_for(records: Sequence[Record]) -> list[str]:

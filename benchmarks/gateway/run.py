@@ -1,6 +1,6 @@
 """What a gateway adds to a call: the engine by itself, ``marft-agents serve`` and LiteLLM's proxy.
 
-    python -m benchmarks.gateway.run [--engine scripted|vllm] [--rounds N] [--quick]
+    python -m benchmarks.gateway.run [--engine scripted|vllm] [--model DIR] [--rounds N] [--quick]
 
 Invariant: whatever is compared was measured within seconds, on the same engine and adapters, by
 the same clients doing the same: one client asks a server and the engine in turn, request by
@@ -44,7 +44,8 @@ from benchmarks.gateway.stage import (
 from benchmarks.records import Record, Results, load_now, machine
 
 RESULTS = Path("benchmarks/gateway/results/runs.jsonl")
-KEY = ("engine", "kind", "clients", "rate", "round")
+SETTING = ("engine", "model")
+KEY = (*SETTING, "kind", "clients", "rate", "round")
 TARGETS = ("direct", "marft-agents", "litellm")
 
 
@@ -100,18 +101,22 @@ def _scripted() -> tuple[Work, ...]:
     return (*work, Work(TIMED, 0, 3, rate=4, slow_rounds=6), Work(TIMED, 0, 3, rate=40))
 
 
-def _vllm() -> tuple[Work, ...]:
-    blocks = {16: 96, 64: 192, 256: 512}
+def _vllm(blocks: Mapping[int, int], slow_rounds: int) -> tuple[Work, ...]:
     work = [Work(kind, 1, 30) for kind in (WHOLE, STREAMED)]
     work += [
-        Work(kind, n, 0, requests=blocks[n], slow_rounds=2)
+        Work(kind, n, 0, requests=blocks[n], slow_rounds=slow_rounds)
         for kind in (WHOLE, STREAMED)
         for n in blocks
     ]
     return tuple(work)
 
 
-SCALES = {"scripted": Scale(_scripted(), 6, 10, 64), "vllm": Scale(_vllm(), 8, 2, 16)}
+SCALES = {
+    "scripted": Scale(_scripted(), 6, 10, 64),
+    "vllm": Scale(_vllm({16: 96, 64: 192, 256: 512}, 2), 8, 2, 16),
+}
+OF_A_MODEL = Scale(_vllm({16: 32, 64: 64, 256: 256}, 1), 4, 2, 8)
+"""On vLLM with a model that was given: such a one computes longer."""
 
 
 def quick(scale: Scale) -> Scale:
@@ -199,11 +204,11 @@ def measure(
 
 @contextmanager
 def targets(
-    engine_name: str, messages: int, asking: Clients
+    engine_name: str, model: Path | None, messages: int, asking: Clients
 ) -> Generator[tuple[Engine, dict[str, Target]]]:
-    """Everything started and warm."""
+    """Everything started and warm; on the small random model by default."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, model = Path(name), tiny_llama()
+        folder, model = Path(name), (model or tiny_llama()).absolute()
         make_registry(folder, model)
         engine = stack.enter_context(engine_named(engine_name, folder, model))
         gateway = stack.enter_context(ours(folder, model, engine.url))
@@ -212,7 +217,7 @@ def targets(
         found = {target.name: target for target in (direct, gateway, other)}
         for target in found.values():
             for stream in (False, True):
-                plan = Plan(target.url, target.models, 8, 1.0, stream, turns=messages)
+                plan = Plan(target.url, target.models, 8, 1.0, stream, 16, turns=messages)
                 (record,) = asking.do([plan])
                 if record["failed"] or not record["requests"]:
                     raise RuntimeError(f"{target.name} does not answer: {record}")
@@ -224,10 +229,12 @@ def _versions() -> dict[str, str]:
     return versions_here(names) | {"litellm": litellm_version()}
 
 
-def _run(name: str, scale: Scale, jobs: Sequence[Job], results: Results) -> None:
+def _run(
+    setting: Record, model: Path | None, scale: Scale, jobs: Sequence[Job], results: Results
+) -> None:
     print(f"engine, server and clients share {os.cpu_count()} cores", flush=True)
-    servers, begun = _versions(), time.monotonic()
-    with clients() as asking, targets(name, scale.messages, asking) as (engine, found):
+    servers, begun, name = _versions(), time.monotonic(), setting["engine"]
+    with clients() as asking, targets(name, model, scale.messages, asking) as (engine, found):
         pace = None
         for n, work, order in jobs:
             kind = work.kind
@@ -236,7 +243,7 @@ def _run(name: str, scale: Scale, jobs: Sequence[Job], results: Results) -> None
                 told = {"ms": kind.pace_ms, "delay_ms": kind.delay_ms}
                 httpx.post(f"{engine.url}/pace", json=told).raise_for_status()
             plans = {target: _plan(found[target], work, scale) for target in order}
-            record = _key(name, n, work) | {
+            record = _key(setting, n, work) | {
                 "targets": measure(found, plans, asking, turns=work.turns),
                 "messages": scale.messages,
                 "max_tokens": scale.max_tokens,
@@ -262,25 +269,30 @@ def _plan(target: Target, work: Work, scale: Scale) -> Plan:
     )
 
 
-def _key(engine: str, n: int, work: Work) -> Record:
-    key: dict[str, Any] = {"engine": engine, "kind": work.kind.name, "clients": work.clients}
-    return key | {"rate": work.rate, "round": n}
+def _key(setting: Record, n: int, work: Work) -> Record:
+    key: dict[str, Any] = {"kind": work.kind.name, "clients": work.clients}
+    return setting | key | {"rate": work.rate, "round": n}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=list(SCALES), default="scripted")
+    parser.add_argument("--model", type=Path, help="a folder; the random Llama by default")
     parser.add_argument("--rounds", type=int, help="another number of rounds than the usual")
     parser.add_argument("--quick", action="store_true", help="few clients, short, once")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    scale = SCALES[options.engine]
+    scale = SCALES[options.engine] if options.model is None else OF_A_MODEL
+    if options.model is not None and options.engine == "scripted":
+        parser.error("--model: the scripted engine has none; say --engine vllm, too")
+    setting: Record = {"engine": options.engine}
+    setting |= {"model": options.model.name} if options.model else {}
     scale = quick(scale) if options.quick else replace(scale, rounds=options.rounds or scale.rounds)
     results = Results(options.out, KEY)
-    left = [job for job in schedule(scale) if not results.has(_key(options.engine, *job[:2]))]
+    left = [job for job in schedule(scale) if not results.has(_key(setting, *job[:2]))]
     if left:
-        _run(options.engine, scale, left, results)
-    wanted = [r for r in results.read() if r["engine"] == options.engine]
+        _run(setting, options.model, scale, left, results)
+    wanted = [r for r in results.read() if setting == {n: r[n] for n in SETTING if n in r}]
     print("\n".join(lines_for(wanted)))
 
 

@@ -2,7 +2,8 @@
 
 Whatever dies and whenever: every reply is of exactly one published version, ``CURRENT`` names a
 complete one, the server comes back by itself or with its next start, and a repeated swap works.
-``MARFT_KILLS`` sets how many of each.
+``MARFT_KILLS`` sets how many of each, ``MARFT_SEED`` when they come, ``MARFT_KILLS_ENGINE`` (local
+or vllm) what the engine is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from examples.support_triage.tasks import training_tickets
 from marft_agents.cli import cli
 from marft_agents.errors import MarftError
 from marft_agents.serving import GatewayClient, ServerProcess
+from marft_agents.serving.commands import find_vllm, vllm_command
+from marft_agents.serving.process import EngineProcess, free_port
 from tests.end_to_end.loop import record
 from tests.end_to_end.online_app import AGENTS as TEAM
-from tests.end_to_end.swaps import Answer, Clients, Versions, processes
+from tests.end_to_end.swaps import TARGETS, Answer, Clients, Versions, processes
 from tests.end_to_end.test_local_engine import short_answers
 from tests.end_to_end.trainers import Run, Trainers
 
@@ -39,7 +43,13 @@ AGENTS = ("planner", "writer")
 KILLS = int(os.environ.get("MARFT_KILLS", "3"))
 A_SERVER = 3
 """Engine kills in a row: an engine that dies again and again is started ever more patiently."""
-EXTRA = ["--engine", "local", "--max-lora-rank", "8", "--max-model-len", "512"]
+ENGINE = os.environ.get("MARFT_KILLS_ENGINE", "local")
+MODULE = {"local": "marft_agents.serving.local", "vllm": "vllm.entrypoints.openai.api_server"}[
+    ENGINE
+]
+STARTS_WITHIN_S = {"local": 60.0, "vllm": 240.0}[ENGINE]
+SEED = 10 * int(os.environ.get("MARFT_SEED", "0"))
+EXTRA = ["--engine", ENGINE, "--max-lora-rank", "8", "--max-model-len", "512"]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +88,7 @@ def answers(url: str) -> bool:
 
 def ask_again_while_told_to(url: str, body: dict[str, Any]) -> httpx.Response:
     """What SDKs do: a 503 names when to come again; readiness may be a second old."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + STARTS_WITHIN_S
     while True:
         reply = httpx.post(url, json=body, timeout=60, trust_env=False)
         if reply.status_code != 503 or time.monotonic() > deadline:
@@ -129,15 +139,31 @@ def probed(server: ServerProcess, agent: str) -> httpx.Response:
 
 
 @contextlib.contextmanager
-def served(versions: Versions) -> Generator[ServerProcess]:
-    with ServerProcess(versions.registry.root, model=versions.model, extra=EXTRA) as server:
+def served(versions: Versions, extra: Sequence[str] = EXTRA) -> Generator[ServerProcess]:
+    with ServerProcess(versions.registry.root, model=versions.model, extra=extra) as server:
         yield server
+
+
+@contextlib.contextmanager
+def engine_for_many_servers(versions: Versions, log: Path) -> Generator[Sequence[str]]:
+    """What ``serve`` is told; vLLM takes long to start, so it is started once and outlives it."""
+    if ENGINE == "local":
+        yield EXTRA
+        return
+    port = free_port()
+    command = vllm_command(
+        versions.model, port=port, install=find_vllm(), max_lora_rank=8, max_model_len=512,
+        max_loras=2 * len(AGENTS) + 1, target_modules=TARGETS,
+    )  # fmt: skip
+    with EngineProcess(command, port=port, log=log, name="vLLM") as engine:
+        engine.wait_ready(STARTS_WITHIN_S)
+        yield ["--server", engine.url]
 
 
 def test_an_engine_that_is_killed_during_a_swap_comes_back_with_what_is_in_use(
     versions: Versions,
 ) -> None:
-    draw = random.Random(1)
+    draw = random.Random(1 + SEED)
 
     async def play(server: ServerProcess, numbers: range) -> Clients:
         clients = Clients(server.url, AGENTS, 4, max_tokens=8)
@@ -147,9 +173,10 @@ def test_an_engine_that_is_killed_during_a_swap_comes_back_with_what_is_in_use(
             swap = asyncio.to_thread(swap_quietly, server, AGENTS[number % 2], target)
             swapping = asyncio.create_task(swap)
             await asyncio.sleep(draw.uniform(0, 0.3))
-            kill("marft_agents.serving.local", versions)
+            kill(MODULE, versions)
             await swapping
-            await asyncio.to_thread(wait_until, lambda: answers(server.url), "ready again")
+            ready = partial(answers, server.url)
+            await asyncio.to_thread(wait_until, ready, "ready again", STARTS_WITHIN_S)
             await asyncio.to_thread(check_consistent, server, versions)
         clients.stop()
         await asking
@@ -167,25 +194,31 @@ def test_an_engine_that_is_killed_during_a_swap_comes_back_with_what_is_in_use(
 
 
 def test_a_gateway_that_is_killed_during_a_swap_leaves_no_engine_and_a_whole_registry(
-    versions: Versions,
+    versions: Versions, tmp_path: Path
 ) -> None:
-    draw = random.Random(2)
-    for number in range(KILLS):
-        with served(versions) as server:
+    draw = random.Random(2 + SEED)
+    with engine_for_many_servers(versions, tmp_path / "engine.log") as extra:
+        others = processes(str(versions.model)).keys()
+
+        def gone() -> bool:
+            return processes(str(versions.model)).keys() <= others
+
+        for number in range(KILLS):
+            with served(versions, extra) as server:
+                check_consistent(server, versions)
+                target = 1 + (number + 1) % 2
+                command = [sys.executable, "-c", SWAP, server.url, str(server.adapters), AGENTS[0]]
+                with subprocess.Popen([*command, str(target)], stderr=subprocess.DEVNULL) as swap:
+                    time.sleep(draw.uniform(0.2, 0.8))
+                    kill("marft_agents", versions)
+                    swap.wait(60)
+            wait_until(gone, "its engine is gone, too")
+            for agent in AGENTS:
+                assert versions.registry.current(agent) in versions.registry.versions(agent)
+        with served(versions, extra) as server:
             check_consistent(server, versions)
-            target = 1 + (number + 1) % 2
-            command = [sys.executable, "-c", SWAP, server.url, str(server.adapters), AGENTS[0]]
-            with subprocess.Popen([*command, str(target)], stderr=subprocess.DEVNULL) as swap:
-                time.sleep(draw.uniform(0.2, 0.8))
-                kill("marft_agents", versions)
-                swap.wait(60)
-        wait_until(lambda: not processes(str(versions.model)), "the engine is gone, too")
-        for agent in AGENTS:
-            assert versions.registry.current(agent) in versions.registry.versions(agent)
-    with served(versions) as server:
-        check_consistent(server, versions)
-        assert swap_quietly(server, AGENTS[0], 2) is not None
-        check_consistent(server, versions)
+            assert swap_quietly(server, AGENTS[0], 2) is not None
+            check_consistent(server, versions)
 
 
 SWAP = (
@@ -198,7 +231,7 @@ SWAP = (
 def test_an_operator_that_is_killed_during_a_swap_changes_nothing_by_halves(
     versions: Versions,
 ) -> None:
-    draw = random.Random(3)
+    draw = random.Random(3 + SEED)
     with served(versions) as server:
         for number in range(KILLS):
             command = [sys.executable, "-c", SWAP, server.url, str(server.adapters), AGENTS[1]]
@@ -234,7 +267,7 @@ class Killing:
 
     def __init__(self, versions: Versions, server: ServerProcess, trainers: Trainers) -> None:
         self.versions, self.server, self.trainers = versions, server, trainers
-        self.draw = random.Random(4)
+        self.draw = random.Random(4 + SEED)
         self.killed: list[str] = []
 
     async def kill(self, arguments: list[str], count: int) -> None:
@@ -281,7 +314,7 @@ def test_a_trainer_that_is_killed_while_it_publishes_and_swaps_leaves_nothing_ha
     versions = Versions(tmp_path, TEAM, each=1)
     logs, tasks, tickets = tmp_path / "logs", tmp_path / "tasks.jsonl", training_tickets(6)
     tasks.write_text("".join(json.dumps({"task": ticket.message}) + "\n" for ticket in tickets))
-    with served(versions) as server:
+    with served(versions, [*EXTRA, "--lease-timeout", "10"]) as server:
         record(server.base_url, logs, tickets, score=short_answers, temperature=1.0)
         common = [str(logs), "--model", str(versions.model), "--server", server.url]
         common += ["--output", str(versions.registry.root), "--epochs", "1"]
