@@ -1,6 +1,6 @@
-"""Who may change the registry now, and which server serves from it.
+"""Who may change the registry now, which server serves from it, and who publishes.
 
-Invariant: both are locks of the operating system, which end with the process that holds them,
+Invariant: all are locks of the operating system, which end with the process that holds them,
 however it ends. On a file system without locks changes are not kept apart, and a server that was
 killed there looks as if it still ran.
 """
@@ -72,6 +72,38 @@ def changing(root: Path, timeout_s: float = _CHANGE_TIMEOUT_S) -> Generator[None
                 f" it (fuser {path} names it)"
             )
         yield
+    finally:
+        _close(handle)
+
+
+@contextlib.contextmanager
+def owned(path: Path, told: str) -> Generator[bool]:
+    """A new file that this process holds the lock of, and then says ``told``, for the block.
+
+    Yields False, and nothing is said, when somebody looked at it just then.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        taken = _take(handle, 0.0) is not False
+        if taken:
+            os.write(handle, told.encode())
+        yield taken
+    finally:
+        path.unlink(missing_ok=True)
+        _close(handle)
+
+
+@contextlib.contextmanager
+def looked_at(path: Path) -> Generator[tuple[bool | None, str]]:
+    """Whether nobody holds the file's lock (``None``: there are no locks), and what it says.
+
+    Raises:
+        OSError: there is no such file, or it is not to be read.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        free = _take(handle, 0.0, shared=True)
+        yield free, os.read(handle, 4096).decode("utf-8", "replace")
     finally:
         _close(handle)
 

@@ -69,7 +69,7 @@ class Mover(TrailKeeper):
             move.held.enter_context(locks.changing(self.root))
             if not (move.standing and self._current_or_none(slug) == move.before):
                 move.take_away()
-                self._settle(slug)
+                self._settle(slug, self._audit.entries(slug))
                 anew = self._prepare(slug, move.version, move.change)
                 move.new, move.line, move.before = anew.new, anew.line, anew.before
             move.change = replace(move.change, evidence={**move.change.evidence, **evidence})

@@ -21,6 +21,7 @@ from marft_agents.errors import AdapterError, RegistryError
 from marft_agents.registry import durable
 from marft_agents.registry.audit import Change
 from marft_agents.registry.reader import RegistryReader
+from marft_agents.registry.staging import remove_dead
 from marft_agents.registry.store import Registry
 
 _ASIDE = re.compile(r"\.pruned-v(\d+)-[0-9a-f]+")
@@ -93,6 +94,7 @@ def prune(
             for version in gone:
                 _set_aside(registry, version, change)
         _delete(registry, agent)
+        remove_dead(registry.root / agent)
         yield from gone
 
 

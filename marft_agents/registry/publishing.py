@@ -9,9 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
-import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,11 @@ from marft_agents.registry.check import (
     inspect_adapter,
 )
 from marft_agents.registry.reader import CURRENT_FILE, MANIFEST_FILE, folder_name
+from marft_agents.registry.staging import remove_dead, staging
 from marft_agents.registry.trail import TrailKeeper
 from marft_agents.schema import AdapterManifest, BaseModelInfo, Probe, adapter_slug
 
 CARD_FILE = "README.md"
-_STAGING = ".staging-"
-_STALE_AFTER_S = 3600.0
 _OCCUPIED = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -82,10 +78,8 @@ class Publisher(TrailKeeper):
         folder = self.root / slug
         folder.mkdir(parents=True, exist_ok=True)
         durable.fsync_folder(self.root)
-        self._remove_stale(folder)
-        work = folder / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
-        work.mkdir()
-        try:
+        remove_dead(folder)
+        with staging(folder) as work:
             files = {n: durable.copy_file(Path(staged) / n, work / n) for n in self._essential()}
             draft = AdapterManifest(
                 agent=slug,
@@ -104,8 +98,6 @@ class Publisher(TrailKeeper):
                 self._ensure_current(slug)
                 change = Change(by, command, evidence={"untrained": untrained})
                 self.note("publish", slug, parent, manifest.version, change)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         return manifest
 
     # -- inside ----------------------------------------------------------------------------
@@ -156,11 +148,6 @@ class Publisher(TrailKeeper):
             durable.fsync_folder(folder)
             durable.make_read_only(folder / folder_name(version))
             return manifest
-
-    def _remove_stale(self, folder: Path) -> None:
-        for path in folder.glob(f"{_STAGING}*"):
-            if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _ensure_current(self, slug: str) -> None:
         folder = self.root / slug

@@ -18,6 +18,7 @@ from marft_agents.registry.canary import CANARY_FILE, CanaryPlan
 from marft_agents.registry.intents import LATE, remove_intents, unwritten
 from marft_agents.registry.moving import prepared_line, remove_left
 from marft_agents.registry.reader import PINNED_FILE, RegistryReader
+from marft_agents.registry.staging import remove_dead
 from marft_agents.schema import adapter_slug
 
 
@@ -32,8 +33,26 @@ class TrailKeeper(RegistryReader):
             RegistryError: when another process does not end.
         """
         with locks.changing(self.root):
-            self._settle(adapter_slug(agent))
+            slug = adapter_slug(agent)
+            self._settle(slug, self._audit.entries(slug))
             yield
+
+    def settle(self) -> None:
+        """Complete every agent's trail, and take away what killed processes left.
+
+        Raises:
+            RegistryError: when another process, which changes the registry, does not end.
+        """
+        if not self.root.is_dir():
+            return
+        agents = self.agents()
+        with locks.changing(self.root):
+            entries = self._audit.entries()
+            for slug in agents:
+                self._settle(slug, [e for e in entries if e.get("agent") == slug])
+        for folder in self.root.iterdir():
+            if folder.is_dir():
+                remove_dead(folder)
 
     def note(
         self,
@@ -54,10 +73,9 @@ class TrailKeeper(RegistryReader):
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _settle(self, slug: str) -> None:
+    def _settle(self, slug: str, entries: Sequence[Mapping[str, Any]]) -> None:
         """Make up for what a crash or somebody's editor left without a line, or half done."""
-        folder = self.root / slug
-        entries, now = self._audit.entries(slug), self._current_or_none(slug)
+        folder, now = self.root / slug, self._current_or_none(slug)
         told, prepared = in_use(entries)[-1:], prepared_line(folder, now)
         late = [*self._unnamed(slug, entries, next(iter(told), None)), *unwritten(folder, entries)]
         for entry in late:

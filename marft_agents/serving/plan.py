@@ -217,6 +217,7 @@ def make_plan(settings: ServeSettings, say: Say) -> Plan:
     base = describe_base(settings.model)
     registry = Registry(settings.adapters)
     locks.require_not_served(registry.root)
+    registry.settle()
     if not registry.agents() and not settings.agents:
         raise ConfigError(
             f"{registry.root} has no agent; name the agents to begin with: --agents planner,writer"

@@ -161,6 +161,14 @@ def test_the_plan_reckons_before_anything_is_published(house: House, python: str
     assert "newcomer" not in house.registry.agents()
 
 
+def test_the_plan_completes_the_trail_first(house: House, python: str) -> None:
+    version = house.publish("router").version
+    (house.registry.root / "router" / "CURRENT").write_text(f"v{version:04d}\n")
+    _plan(house, python)
+    line = house.registry.audit("router")[-1]
+    assert (line["action"], line["to"]) == ("found", version)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
