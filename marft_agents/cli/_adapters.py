@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,8 +70,17 @@ def require_registry(adapters: Path) -> Registry:
     return Registry(adapters)
 
 
-def served_by(server: str, adapters: Path) -> dict[str, tuple[int | None, list[int]]]:
-    """Current and loaded versions of each agent of a running server.
+@dataclass(frozen=True)
+class Served:
+    """One agent's versions in a running server; ``loaded`` holds the others, too."""
+
+    current: int | None = None
+    loaded: tuple[int, ...] = ()
+    prepared: int | None = None
+
+
+def served_by(server: str, adapters: Path) -> dict[str, Served]:
+    """What a running server has of each agent.
 
     Raises:
         ServerError: it is down, or none of ours.
@@ -79,11 +89,12 @@ def served_by(server: str, adapters: Path) -> dict[str, tuple[int | None, list[i
         agents: Any = client.state().get("agents")
     if not isinstance(agents, dict):
         raise ServerError(f"{server} answers, but not as `marft-agents serve` does; is it one?")
-    out: dict[str, tuple[int | None, list[int]]] = {}
+    out: dict[str, Served] = {}
     for agent, told in cast("Mapping[str, Mapping[str, Any]]", agents).items():
         names = (parse_served_name(str(name)) for name in told.get("served") or ())
         loaded = sorted(name[1] for name in names if name is not None and name[0] == agent)
-        out[agent] = (told.get("current"), loaded)
+        prepared: Any = told.get("prepared") or {}  # none in an older server
+        out[agent] = Served(told.get("current"), tuple(loaded), prepared.get("version"))
     return out
 
 

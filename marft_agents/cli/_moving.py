@@ -204,17 +204,23 @@ def _origin(version: int | None) -> str:
     return "nothing" if version is None else f"v{version}"
 
 
-def _tell(result: dict[str, Any]) -> None:
-    probe: dict[str, Any] = result["probe"]
-    line = f"{result['agent']}: {_origin(result['from'])} -> v{result['to']}"
-    if result["from"] == result["to"]:
-        line = f"{result['agent']}: v{result['to']} serves already and was probed again"
+def probed(probe: dict[str, Any]) -> str:
+    """What a probe found, as the end of a line."""
+    line = ""
     if probe["error"] is not None:
         line += f"; served log-probabilities equal the trainer's to {probe['error']:.1e}"
     if probe["effect"] > 0:
-        line += f"; it differs from the base's by {probe['effect']:.3g}"
-    else:
-        line += "; it is untrained and answers exactly as the base does"
+        return line + f"; it differs from the base's by {probe['effect']:.3g}"
+    return line + "; it is untrained and answers exactly as the base does"
+
+
+def _tell(result: dict[str, Any]) -> None:
+    line = f"{result['agent']}: {_origin(result['from'])} -> v{result['to']}"
+    if result["from"] == result["to"]:
+        line = f"{result['agent']}: v{result['to']} serves already and was probed again"
+    if result.get("prepared"):
+        line += ", which was loaded and probed before"
+    line += probed(result["probe"])
     if moved := result.get("moved"):
         line += f"; {episodes(moved)} move over at their next call"
     if kept := result.get("leases"):

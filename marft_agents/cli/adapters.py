@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "export": "Copy a version into a folder for PEFT, with its model card.",
     "list": "Agents and versions: which is in use, pinned, served.",
     "pin": "Keep an agent at one version.",
+    "prepare": "Load and probe a version ahead of its swap.",
     "promote": "Use a version, in a running server too.",
     "prune": "Delete old versions that nothing needs.",
     "rollback": "Go back to the version that was in use before.",
@@ -21,5 +22,7 @@ SUBCOMMANDS = {
 }
 
 command = Subcommands(
-    "adapters", SUBCOMMANDS, help="List, check, promote, pin, prune and export adapter versions."
+    "adapters",
+    SUBCOMMANDS,
+    help="List, check, prepare, promote, pin, prune and export adapter versions.",
 )

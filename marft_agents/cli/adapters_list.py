@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from marft_agents.cli._adapters import require_registry, served_by, size_text
+from marft_agents.cli._adapters import Served, require_registry, served_by, size_text
 from marft_agents.cli._amounts import percent
 from marft_agents.cli._text import say, table
 from marft_agents.errors import AdapterError, RegistryError
@@ -30,6 +30,8 @@ class _Row:
     canary: float | None
     """The share of the episodes that it gets."""
     loaded: bool | None
+    prepared: bool | None
+    """Loaded for a swap to come."""
     untrained: bool | None
     created: str | None
     parent: int | None
@@ -68,7 +70,7 @@ def command(adapters: Path, server: str | None, as_json: bool) -> None:
 def _read(
     registry: Registry,
     agent: str,
-    served: Mapping[str, tuple[int | None, list[int]]] | None,
+    served: Mapping[str, Served] | None,
 ) -> _Agent:
     out = _Agent(agent)
     marks: dict[str, int | None] = {}
@@ -88,9 +90,10 @@ def _read(
         canary = registry.canary(agent)
     except RegistryError as error:
         out.problems.append(str(error))
-    loaded: list[int] | None = None
+    its: Served | None = None
     if served is not None:
-        out.served, loaded = served.get(agent, (None, []))
+        its = served.get(agent, Served())
+        out.served = its.current
         if out.served != out.current:
             out.problems.append(
                 f"{agent}: version {out.current} is in use on disk, the server answers from"
@@ -98,7 +101,7 @@ def _read(
             )
     for version in registry.versions(agent):
         share = canary.share if canary is not None and canary.version == version else None
-        out.versions.append(_row(registry, out, version, marks, loaded, share))
+        out.versions.append(_row(registry, out, version, marks, its, share))
     return out
 
 
@@ -107,7 +110,7 @@ def _row(
     agent: _Agent,
     version: int,
     marks: Mapping[str, int | None],
-    loaded: list[int] | None,
+    served: Served | None,
     canary: float | None,
 ) -> _Row:
     facts: dict[str, Any] = dict.fromkeys(("untrained", "created", "parent", "episodes"))
@@ -126,7 +129,8 @@ def _row(
         version=version,
         **{mark: marks.get(mark) == version for mark in ("current", "previous", "pinned")},
         canary=canary,
-        loaded=None if loaded is None else version in loaded,
+        loaded=None if served is None else version in served.loaded,
+        prepared=None if served is None else version == served.prepared,
         bytes=folder_size(registry.path(agent.agent, version)),
         **facts,
     )
@@ -152,7 +156,8 @@ def _cells(agent: _Agent, row: _Row) -> tuple[str, ...]:
         f"canary {percent(row.canary or 0)}": row.canary,
         "untrained": row.untrained,
         "served": agent.served == row.version,
-        "loaded": row.loaded and agent.served != row.version,
+        "prepared": row.prepared,
+        "loaded": row.loaded and not row.prepared and agent.served != row.version,
         "unreadable": row.created is None,
     }
     return (

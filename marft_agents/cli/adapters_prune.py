@@ -81,7 +81,7 @@ def _loaded(registry: Registry, server: str | None) -> _Loaded:
                 " that one (--adapters), or leave out --server"
             )
         served = served_by(server, registry.root)
-        return _Loaded({a: [v for v in (now, *more) if v] for a, (now, more) in served.items()})
+        return _Loaded({a: [v for v in (it.current, *it.loaded) if v] for a, it in served.items()})
     if who is not None:
         raise RegistryError(
             f"{registry.root} is served by {who}, and an engine dies when a loaded version goes;"

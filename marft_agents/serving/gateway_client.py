@@ -25,6 +25,10 @@ class NoRoomError(SwapError):
     """The engines have no slot for one version more."""
 
 
+class NotOfferedError(ServerError):
+    """The server is of a version that does not know what was asked for."""
+
+
 class GatewayClient:
     """Operator's client; the key is given, or read from the server's adapters folder.
 
@@ -113,19 +117,24 @@ class GatewayClient:
         It gets no request, and is kept for a while only; said again, it is kept anew.
 
         Returns:
-            agent, version, probe, seconds by step, ``until`` when it is kept, and ``already``:
-            whether it was loaded and probed before.
+            agent, version, probe, seconds by step, ``until`` when it is kept and for how many
+            seconds (``keep_s``), and ``already``: whether it was loaded and probed before.
 
         Raises:
             NoRoomError: the engines have no slot for it beside what they have.
             SwapError: it was refused or failed; what serves is as before.
-            ServerError: when the server is down, or knows no preparing (an ``AnswerError`` of 404).
+            NotOfferedError: the server is of a version that does not prepare.
+            ServerError: when the server is down.
         """
         try:
             return self._post("prepare", {"agent": agent, "version": version}, sign="until")
         except AnswerError as error:
             if error.status == 507:
                 raise NoRoomError(error.detail) from error
+            if error.status == 404:
+                raise NotOfferedError(
+                    f"{self.url} is of a version that cannot prepare; swap without"
+                ) from error
             raise
 
     def canary(

@@ -52,8 +52,9 @@ class Preparations:
         Saying it again keeps it anew. It goes on to its end when whoever asked has left.
 
         Returns:
-            agent, version, probe, the ``seconds`` of each step, ``until`` when it is kept (``None``
-            for a canary, which is kept while it is one), and ``already``: whether it was up.
+            agent, version, probe, the ``seconds`` of each step, ``until`` when and for how many
+            seconds (``keep_s``) it is kept (``None`` for a canary, which is kept while it is one),
+            and ``already``: whether it was up.
 
         Raises:
             StepError: naming the step that failed; nothing of what serves has changed.
@@ -99,7 +100,8 @@ class Preparations:
             message = f"preparing stopped at {error}; what serves is as before"
             raise type(error)(message, step=error.step, refused=error.refused) from error
         until = self._keep(route)
-        return _answer(route, brought) | {"until": until and _said(until), "seconds": spent()}
+        kept = {"until": until and _said(until), "keep_s": until and self.keep_s}
+        return _answer(route, brought) | kept | {"seconds": spent()}
 
     def _require_sense(self, route: Route) -> None:
         if self._aliases.current(route.agent) == route.version:
