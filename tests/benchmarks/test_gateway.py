@@ -15,6 +15,7 @@ from benchmarks.gateway.run import SCALES, TARGETS, clients, measure, schedule
 from benchmarks.gateway.stage import AGENTS, Engine, Target, make_registry, ours, scripted_engine
 from benchmarks.stats import median, median_interval
 from benchmarks.swap import report as swap_report
+from benchmarks.swap.run import TARGETS as SWAP_TARGETS
 from benchmarks.swap.run import Stage, longest
 from benchmarks.swap.run import measure as measure_swap
 from benchmarks.swap.run import schedule as schedule_swaps
@@ -26,7 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Engine,
     """The scripted engine and ``marft-agents serve`` in front of it."""
     folder = tmp_path_factory.mktemp("gateway")
     model = make_base(folder / "model")
-    registry = make_registry(folder, model, versions=5)
+    registry = make_registry(folder, model, versions=7)
     with scripted_engine(folder) as engine, ours(folder, model, engine.url) as target:
         yield engine, Stage(engine.url, target, registry, registry.versions(AGENTS[0])[1:])
 
@@ -92,13 +93,19 @@ async def test_replies_that_are_no_success_are_counted_as_failed(
 
 
 @pytest.mark.parametrize("clients", [0, 2])
-@pytest.mark.parametrize("target", TARGETS[:2])
+@pytest.mark.parametrize("target", SWAP_TARGETS)
 def test_a_swap_is_measured(target: str, clients: int, running: tuple[Engine, Stage]) -> None:
     engine, stage = running
     httpx.post(f"{engine.url}/pace", json={"ms": 5}).raise_for_status()
     record = measure_swap(stage, target, clients)
     httpx.post(f"{engine.url}/pace", json={"ms": 0}).raise_for_status()
     assert 0 < record["total_s"] < 10 and record["call_s"] > 0
+    prepared = target == swap_report.PREPARED
+    assert ("prepared_s" in record, "list" in record.get("steps", {})) == (
+        prepared,
+        target != "direct",
+    )
+    assert ("probe" in record.get("steps", {})) == (target == swap_report.OURS)
     if clients:
         assert record["stall_s"] >= 0.004 and record["quiet_stall_s"] >= 0.004
 
@@ -118,7 +125,7 @@ def test_every_round_comes_by_every_setting_in_another_order() -> None:
     assert sum(TARGETS[2] in order for _, _, order in blocks) == 4
     assert len([job for job in jobs if job[1].clients == 1]) == 2  # turns: many pairs in one round
     swaps = schedule_swaps(2)
-    assert len(set(swaps)) == 8 and swaps[0][2] != swaps[4][2]
+    assert len(set(swaps)) == 12 and swaps[0][2] != swaps[6][2]
 
 
 def block(per_s: float, p50: float, **more: Any) -> dict[str, Any]:
@@ -162,6 +169,28 @@ def test_a_swap_that_takes_too_long_is_said() -> None:
     text = "\n".join(swap_report.chapter(records))
     assert "| 0 | marft-agents serve | 260 (120 to 400) | 1.60 (1.20 to 2.00) |" in text
     assert "More than 1.3 times the engine's own time: beside 0 streams (1.60)." in text
+
+
+def test_a_swap_that_was_prepared_is_told_apart_and_so_is_what_preparing_took() -> None:
+    def swap(target: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
+        found = {"engine": "vllm", "target": target, "clients": 0, "repeat": repeat, "rank": 32}
+        return found | {"call_s": seconds / 2, "total_s": seconds, "load": 3.0} | more
+
+    records = [swap("direct", n, 0.1) for n in (0, 1)]
+    cold = {"check": 0.001, "load": 0.02, "probe": 0.05, "record": 0.002}
+    records += [swap("marft-agents", n, 0.2, steps=cold) for n in (0, 1)]
+    warm = {"check": 0.001, "list": 0.002, "record": 0.002}
+    records += [
+        swap(swap_report.PREPARED, n, 0.11, steps=warm, prepared_s=0.08 + 0.02 * n) for n in (0, 1)
+    ]
+    text = "\n".join(swap_report.chapter(records))
+    assert "2 layers, adapters of rank 32" in text
+    assert "| 0 | marft-agents serve | 200 (200 to 200) | 2.00 (2.00 to 2.00) |" in text
+    assert "| 0 | marft-agents serve, prepared | 110 (110 to 110) | 1.10 (1.10 to 1.10) |" in text
+    assert "Preparing took 90 (80 to 100) before that." in text
+    assert "own time: beside 0 streams (2.00); prepared: nowhere. 3 to 3" in text
+    plain = "\n".join(swap_report.chapter(records[:4]))
+    assert "prepared" not in plain and "Of a swap that" not in plain
 
 
 def test_every_agent_has_an_adapter(tmp_path: Path) -> None:
