@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from marft_agents.training.app import Run, load_run
 from marft_agents.training.tasks import Task, read_tasks
 
 if TYPE_CHECKING:
-    from marft_agents.training import MarftConfig, Online
+    from marft_agents.training import MarftConfig, Online, OnlineSource
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ def make_online(
         )
     require_unpinned(output, config.agents)
     say(_amount(part, config))
-    from marft_agents.training import Online
     from marft_agents.training.online import OnlineSource
 
     source = OnlineSource(
@@ -93,13 +92,27 @@ def make_online(
         say=say,
     )
 
-    def swap(adapter: str, version: int) -> None:
+    return _online(stack.enter_context(source), server)
+
+
+def _online(source: OnlineSource, server: Server) -> Online:
+    """The source, and how its versions come into the server."""
+    from marft_agents.training import Online
+
+    ready: set[tuple[str, int]] = set()
+
+    def prepare(versions: Mapping[str, int]) -> str | None:
         if source.ended:  # of the rounds so far, none goes on
             server.client.release(sorted(source.ended))
             source.ended.clear()
-        server.swap(adapter, version)
+        prepared, told = server.prepare(versions)
+        ready.update(versions.items() if prepared else ())
+        return told
 
-    return Online(stack.enter_context(source), swap)
+    def swap(adapter: str, version: int) -> None:
+        server.swap(adapter, version, prepared=(adapter, version) in ready)
+
+    return Online(source, swap, prepare)
 
 
 def _amount(part: OnlinePart, config: MarftConfig) -> str:

@@ -6,6 +6,7 @@ adapters folder) is refused before anything is trained.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from marft_agents.cli._text import say
 from marft_agents.errors import ConfigError, MarftError, ServerError
 from marft_agents.registry import Change, Registry, current_user, describe_base
 from marft_agents.schema import adapter_slug
@@ -48,13 +50,33 @@ class Server:
             of_server=True,
         )
 
-    def swap(self, adapter: str, version: int) -> None:
-        """Serve a new version.
+    def prepare(self, versions: Mapping[str, int]) -> tuple[bool, str | None]:
+        """Get new versions ready, so that their aliases move one right after the other.
+
+        A single one is as well swapped as it is.
+
+        Returns:
+            Whether they are, and what is to be said if they cannot be.
+
+        Raises:
+            ServerError: when one of them could not be swapped; nothing has moved.
+        """
+        if len(versions) < 2:
+            return False, None
+        why = self.client.prepare_all(versions)
+        return why is None, why and f"{why}; they are swapped one after the other"
+
+    def swap(self, adapter: str, version: int, *, prepared: bool = False) -> None:
+        """Serve a new version; one that is ``prepared`` waits for no old one to be unloaded.
 
         Raises:
             ServerError: when it cannot; the old version still serves.
         """
-        self.client.swap(adapter, version, Change(current_user(), COMMAND))
+        change = Change(current_user(), COMMAND)
+        if prepared:
+            self.client.swap(adapter, version, change, wait=False)
+        else:
+            self.client.swap(adapter, version, change)
 
 
 def connect(stack: ExitStack, url: str, key_env: str | None, output: Path, model: str) -> Server:
@@ -151,17 +173,23 @@ def require_unpinned(output: Path, agents: Mapping[str, str]) -> None:
 def swap_all(
     adapters: Iterable[AdapterResult], server: Server, pinned: Collection[str] = ()
 ) -> tuple[dict[str, str], MarftError | None]:
-    """Swap every new version in; what is pinned or could not be swapped keeps its old one."""
-    swapped: dict[str, str] = {}
-    failure: MarftError | None = None
-    for adapter in adapters:
-        if adapter.adapter in pinned:
-            swapped[adapter.adapter] = "pinned"
-            continue
+    """Swap every new version in; what is pinned or could not be swapped keeps its old one.
+
+    All are prepared first. What that fails at, its swap says, and the others go on.
+    """
+    new = {adapter.adapter: adapter.version for adapter in adapters}
+    swapped = {adapter: "pinned" for adapter in new if adapter in pinned}
+    prepared, failure = False, None
+    wanted = {adapter: version for adapter, version in new.items() if adapter not in pinned}
+    with contextlib.suppress(ServerError):
+        prepared, told = server.prepare(wanted)
+        if told is not None:
+            say(told)
+    for adapter, version in wanted.items():
         try:
-            server.swap(adapter.adapter, adapter.version)
-            swapped[adapter.adapter] = "yes"
+            server.swap(adapter, version, prepared=prepared)
+            swapped[adapter] = "yes"
         except ServerError as error:
-            swapped[adapter.adapter] = "failed"
+            swapped[adapter] = "failed"
             failure = failure or error
     return swapped, failure

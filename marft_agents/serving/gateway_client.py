@@ -6,7 +6,7 @@ Invariant: whatever goes wrong is one error that says what still serves or what 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -136,6 +136,26 @@ class GatewayClient:
                     f"{self.url} is of a version that cannot prepare; swap without"
                 ) from error
             raise
+
+    def prepare_all(self, versions: Mapping[str, int]) -> str | None:
+        """Prepare a version of each agent, so that all can then be swapped at once.
+
+        Returns:
+            Why they are to be swapped one after the other instead, if they are: too few slots, or a
+            server that cannot prepare.
+
+        Raises:
+            SwapError: one was refused or failed; what serves is as before.
+            ServerError: when the server is down.
+        """
+        try:
+            for agent, version in versions.items():
+                self.prepare(agent, version)
+        except NoRoomError as error:
+            return f"not all new versions fit beside those in use ({error})"
+        except NotOfferedError:
+            return f"{self.url} is of a version that cannot prepare versions"
+        return None
 
     def canary(
         self,

@@ -68,6 +68,9 @@ class Online:
     source: Source
     swap: Callable[[str, int], object]
     """Moves a server's alias to a new version; raises when it cannot."""
+    prepare: Callable[[Mapping[str, int]], str | None] | None = None
+    """Gets the new versions that are swapped next ready; gives what is to be said, or raises when
+    one of them could not be swapped."""
 
 
 class Stages:
@@ -387,6 +390,9 @@ class Stages:
         mine = {a: self._published[a] for a in adapters if a in self._published}
 
         def swap_all() -> None:
+            told = None if online.prepare is None else online.prepare(mine)
+            if told is not None:
+                self.say(told)
             for adapter, version in mine.items():
                 online.swap(adapter, version)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ class FakeGateway:
     limit: int = 16
     slots: int | None = None
     refuse: str | None = None
+    """An agent whose swaps fail; ``unready``: one whose preparation does."""
+    unready: str | None = None
+    one_by_one: str | None = None
+    """Why all cannot be prepared."""
+    prepared: list[tuple[int, dict[str, int]]] = field(
+        default_factory=list[tuple[int, dict[str, int]]]
+    )
+    """What was prepared, with the number of swaps before that."""
     swaps: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     released: list[tuple[int, list[str]]] = field(default_factory=list[tuple[int, list[str]]])
     """Episodes that have ended, with the number of swaps before that was said."""
@@ -85,9 +93,19 @@ class FakeGateway:
         self.released.append((len(self.swaps), list(episodes)))
         return len(episodes)
 
-    def swap(self, agent: str, version: int, change: Change | None = None) -> dict[str, Any]:
+    def prepare_all(self, versions: Mapping[str, int]) -> str | None:
+        if self.unready in versions:
+            raise SwapError(f"{self.unready}: its probe failed")
+        self.prepared.append((len(self.swaps), dict(versions)))
+        return self.one_by_one
+
+    def swap(
+        self, agent: str, version: int, change: Change | None = None, *, wait: bool = True
+    ) -> dict[str, Any]:
         if agent == self.refuse:
             raise SwapError(f"{agent}: the engine refused")
+        ready = self.prepared[-1][1] if self.prepared and self.one_by_one is None else {}
+        assert wait is (ready.get(agent) != version), "with all prepared, no swap waits"
         self.swaps.append((agent, version))
         Registry(self.adapters).move(agent, version, change or Change())
         return {}

@@ -254,7 +254,18 @@ def test_new_versions_are_swapped_into_a_running_server(shop: Shop) -> None:
     code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
     assert code == 0
     assert gateway.swaps == [("router", 2), ("writer", 2)]
+    assert gateway.prepared == [(0, {"router": 2, "writer": 2})]
     assert out.count("v1 -> v2  yes") == 2 and "marft-agents swap" not in out
+
+
+@pytest.mark.parametrize("why", ["unready", "one_by_one"])
+def test_versions_that_cannot_be_prepared_are_swapped_as_they_are(shop: Shop, why: str) -> None:
+    shop.team.write(8)
+    gateway = served(shop)
+    setattr(gateway, why, "router")
+    code, out = shop.run("--server", "http://127.0.0.1:1", "--epochs", "1")
+    assert code == 0 and gateway.swaps == [("router", 2), ("writer", 2)]
+    assert ("router; they are swapped one after the other" in out) is (why == "one_by_one")
 
 
 def test_a_swap_that_fails_keeps_the_version_and_says_how_to_repeat_it(shop: Shop) -> None:
@@ -278,6 +289,7 @@ def test_a_pinned_agent_gets_a_new_version_and_keeps_its_old_one(
     code, out = shop.run(*server, "--epochs", "1")
     assert code == 0
     assert gateway.swaps == ([("writer", 2)] if server else [])
+    assert gateway.prepared == [], "one alone is swapped as it is"
     assert "router is pinned: v2 is published and v1 stays in use" in out
     assert "marft-agents swap router" not in out
     assert (registry.current("router"), registry.versions("router")) == (1, [1, 2])

@@ -50,6 +50,7 @@ def test_offline_to_online_in_one_command(shop: Shop) -> None:
     code, out = shop.run(*online())
     assert code == 0
     assert gateway.swaps == [(a, v) for v in (2, 3, 4) for a in ("router", "writer")]
+    assert gateway.prepared == [(2 * v - 4, {"router": v, "writer": v}) for v in (2, 3, 4)]
     assert f"{URL} serves the new versions already" in out
     assert "v1 -> v4  yes" in out and "marft-agents swap" not in out
     rounds = [line.split() for line in out.splitlines() if line.startswith(("1   ", "2   "))]
@@ -87,6 +88,22 @@ def test_a_swap_that_fails_stops_the_run_and_says_how_to_go_on(shop: Shop) -> No
     code, out = shop.run(*online("--offline", "none", "--set", "save_steps=1", "--resume"))
     assert code == 0 and "resumed from checkpoint-" in out
     assert gateway.swaps[-1] == ("writer", Registry(shop.root / "adapters").current("writer"))
+
+
+def test_with_one_that_cannot_be_prepared_none_moves(shop: Shop) -> None:
+    gateway = ready(shop)
+    gateway.unready = "writer"
+    code, out = shop.run(*online("--offline", "none", "--set", "save_steps=1"))
+    assert code == 2 and "writer: its probe failed" in shop.error
+    assert gateway.swaps == [] and "the same command with --resume goes on" in out
+
+
+def test_versions_that_cannot_all_be_prepared_are_swapped_one_by_one(shop: Shop) -> None:
+    gateway = ready(shop)
+    gateway.one_by_one = "not all fit"
+    code, out = shop.run(*online("--offline", "none"))
+    assert code == 0 and out.count("not all fit; they are swapped one after the other") == 2
+    assert gateway.swaps == [(a, v) for v in (2, 3) for a in ("router", "writer")]
 
 
 def test_a_pinned_agent_is_refused_before_training(shop: Shop) -> None:

@@ -89,6 +89,29 @@ def test_an_engine_that_comes_back_loads_what_serves_alone(house: House) -> None
         assert_whole_swap(stage)
 
 
+def test_several_agents_are_prepared_and_then_move_at_once(house: House) -> None:
+    house.publish("writer")
+    team = {"router": 2, "writer": 2}
+    with running_stage(house) as stage:
+        assert stage.operator.prepare_all(team) is None
+        before = asked(stage.engine)
+        done = [stage.operator.swap(a, v, wait=False) for a, v in team.items()]
+        assert all(swap["prepared"] for swap in done) and asked(stage.engine) == before
+
+
+def test_several_agents_for_which_there_is_no_room_at_once(house: House) -> None:
+    house.publish("writer")
+    team = {"router": 2, "writer": 2}
+    with running_stage(house, limits=Limits(16, max_loras=3)) as stage:
+        why = stage.operator.prepare_all(team) or ""
+        assert "not all new versions fit beside those in use" in why and "keeps 3" in why
+        assert [stage.operator.swap(a, v)["to"] for a, v in team.items()] == [2, 2]
+        house.publish("writer")
+        stage.engine.faults.extra_effect = 0.5
+        with pytest.raises(SwapError, match="step probe of writer@v3"):
+            stage.operator.prepare_all({"writer": 3})
+
+
 # -- beside other changes -------------------------------------------------------------------------
 
 
