@@ -115,7 +115,7 @@ SCALES = {
     "scripted": Scale(_scripted(), 6, 10, 64),
     "vllm": Scale(_vllm({16: 96, 64: 192, 256: 512}, 2), 8, 2, 16),
 }
-OF_A_MODEL = Scale(_vllm({16: 32, 64: 64, 256: 256}, 1), 4, 2, 8)
+OF_A_MODEL = Scale(_vllm({16: 32, 64: 64, 256: 256}, 1), 3, 2, 4)
 """On vLLM with a model that was given: such a one computes longer."""
 
 
