@@ -299,7 +299,8 @@ class Loader:
             StepError: it does not, or does not say so soon.
         """
         with step(name, "load", replica, part="list"):
-            self.client.require_loaded(name, folder, timeout_s=ASK_S)
+            limit_s = min(ASK_S, self.client.timeout_s)
+            self.client.require_loaded(name, folder, timeout_s=limit_s)
 
     def unload(self, agent: str, version: int) -> None:
         name = served_name(agent, version)

@@ -1,5 +1,6 @@
 """Swaps while many clients ask: no failed request, and every reply from exactly one version.
 
+Every third version is prepared some replies before its swap, which then neither loads nor probes.
 ``MARFT_SWAPS`` and ``MARFT_CLIENTS`` set how many; the suite itself runs a few of each.
 """
 
@@ -27,6 +28,11 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
+def is_prepared(number: int) -> bool:
+    """Every third, of each agent in turn."""
+    return (number + number // len(AGENTS)) % 3 == 1
+
+
 async def swap_under_load(
     clients: Clients, server: ServerProcess, swaps: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -34,14 +40,21 @@ async def swap_under_load(
     done: list[dict[str, Any]] = []
     states: list[dict[str, Any]] = []
     asking = asyncio.create_task(clients.run())
+
+    async def some_answers() -> None:
+        answered = len(clients.answers)
+        while len(clients.answers) < answered + 2 * CLIENTS and not asking.done():
+            await asyncio.sleep(0.01)
+
     with GatewayClient(server.url, adapters_dir=server.adapters) as operator:
         for number in range(swaps):
-            answered = len(clients.answers)
-            while len(clients.answers) < answered + 2 * CLIENTS and not asking.done():
-                await asyncio.sleep(0.01)
+            await some_answers()
             agent, version = AGENTS[number % len(AGENTS)], 2 + number // len(AGENTS)
             ended, clients.ended = clients.ended, []
             await asyncio.to_thread(operator.release, ended)
+            if is_prepared(number):
+                await asyncio.to_thread(operator.prepare, agent, version)
+                await some_answers()
             change = Change(evidence={"reason": "under load"})
             done.append(await asyncio.to_thread(operator.swap, agent, version, change))
             states.append(await asyncio.to_thread(operator.state))
@@ -88,6 +101,8 @@ def test_swaps_under_load_fail_nothing_and_mix_nothing(tmp_path: Path, engine: s
     assert [(s["agent"], s["to"]) for s in done] == [
         (AGENTS[i % len(AGENTS)], 2 + i // len(AGENTS)) for i in range(SWAPS)
     ]
+    assert [s["prepared"] for s in done] == [is_prepared(i) for i in range(SWAPS)]
+    assert all(("probe" in s["seconds"]) is not s["prepared"] for s in done)
     assert {a.version[1] for a in clients.answers if a.version} >= {1, 2}
     assert {a.streamed for a in clients.answers} == {True, False}
     check_replies(versions, clients.answers)

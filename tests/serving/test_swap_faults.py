@@ -148,7 +148,7 @@ def test_a_version_that_cannot_be_recorded_goes_from_every_replica(
                 "prepare": (durable, "write_files", full),
                 "lock": (house.registry, "prepare_move", locked),
                 "commit": (house.registry, "commit_move", full),
-                "rename": (durable, "fsync_folder", _Then(full, durable.fsync_folder, 1)),
+                "rename": (durable, "fsync_folder", Then(full, durable.fsync_folder, 1)),
                 "trail": (durable, "append_line", full),
             }
             patch.setattr(*broken[fault])
@@ -170,7 +170,7 @@ def test_a_line_that_the_disk_does_not_confirm_is_said_and_kept(
 
     with running_stage(house) as stage:
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "flush_file", flush := _Then(broken, durable.flush_file, 2))
+            patch.setattr(durable, "flush_file", flush := Then(broken, durable.flush_file, 2))
             assert stage.operator.swap("router", 2)["to"] == 2
         assert flush.calls == 3, "the next CURRENT, the line beforehand, and then the trail"
         assert "the disk does not confirm its line" in caplog.text
@@ -184,7 +184,7 @@ def _probes(engine: FakeEngine) -> int:
     return sum(seen.path == "/v1/completions" for seen in engine.seen)
 
 
-class _Then:
+class Then:
     """As before for a number of calls, then otherwise."""
 
     def __init__(self, then: Callable[..., None], before: Callable[..., None], times: int) -> None:
