@@ -8,7 +8,7 @@ from __future__ import annotations
 import click
 
 SECTIONS = {
-    "Options": "model agents engine host port",
+    "Options": "model agents engine host port silence_timeout",
     "Engines that are started here": "engine_python engine_args preset tool_calls reasoning_parser"
     " chat_template max_model_len replicas gpus start_timeout",
     "Engines that run already": "servers server_key_env logprobs_mode",

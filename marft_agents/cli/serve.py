@@ -20,6 +20,7 @@ from marft_agents.serving.plan import ServeSettings
 from marft_agents.serving.presets import PRESET_NAMES
 from marft_agents.serving.probe import TOLERANCE
 from marft_agents.serving.server import serve
+from marft_agents.serving.supervisor import Pace
 
 
 def _names(value: str | None) -> tuple[str, ...]:
@@ -163,6 +164,14 @@ def _say(line: str) -> None:
     help="How long requests in flight may go on when the server is asked to stop.",
 )
 @click.option(
+    "--silence-timeout",
+    metavar="SECONDS",
+    type=Finite(min=0),
+    default=Pace.silence_s,
+    show_default=True,
+    help="Without a byte of any reply for so long, an engine is asked whether it hangs; 0: never.",
+)
+@click.option(
     "--lease-timeout",
     metavar="SECONDS",
     type=Finite(min=0, min_open=True),
@@ -223,6 +232,7 @@ def command(**options: Any) -> None:
         probe_tolerance=options["probe_tolerance"],
         start_timeout_s=options["start_timeout"],
         stop_timeout_s=options["stop_timeout"],
+        silence_s=options["silence_timeout"],
         record=options["record"],
         record_all=options["record_all"],
         episode_idle_s=options["episode_idle_timeout"],

@@ -20,6 +20,7 @@ from marft_agents.errors import ConfigError, ServerError
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 
 _POLL_S = 0.25
+_TOKEN_COUNTS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _KEYS = ("root", "parent")
 
 
@@ -119,6 +120,23 @@ class EngineClient:
             ServerError: when it does not, or does not answer.
         """
         self._call("GET", "/health", timeout_s=timeout_s)
+
+    def one_token(self, model: str, timeout_s: float) -> None:
+        """Return when the engine has generated a token.
+
+        Raises:
+            ServerError: when it does not.
+        """
+        body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
+        self._call("POST", "/v1/completions", body, timeout_s)
+
+    def tokens_counted(self, timeout_s: float = 5.0) -> float | None:
+        """Tokens read and generated since the engine's start; ``None`` where it does not count."""
+        try:
+            lines = self._call("GET", "/metrics", timeout_s=timeout_s).text.splitlines()
+            return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(_TOKEN_COUNTS))
+        except (ServerError, ValueError, IndexError):
+            return None
 
     def models(self, timeout_s: float | None = None) -> list[ServedModel]:
         """What the engine lists: the base and every adapter it knows."""

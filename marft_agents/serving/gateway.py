@@ -118,7 +118,10 @@ class Gateway:
             recording.episodes.on_end = lambda episode: self.aliases.release([episode])
         sink = recording.core.sink if recording else None
         verdicts = self.canaries.verdicts
-        self.metrics = Metrics(State(self.fleet, self.aliases, settings.admission, sink, verdicts))
+        silences = supervisor.silences if supervisor else dict[tuple[str, str], int]
+        self.metrics = Metrics(
+            State(self.fleet, self.aliases, settings.admission, sink, verdicts, silences)
+        )
         self.visits = Visits([self.metrics.visit, log_visit])
         self.observers += [self.metrics.outcome, self.visits.outcome]
         swapper.observers += [self.metrics.swap, log_swap]

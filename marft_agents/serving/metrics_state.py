@@ -6,7 +6,7 @@ gone is gone from the answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from types import MappingProxyType
 
@@ -45,6 +45,7 @@ class State:
     Args:
         sink: the recorder's, if it records.
         verdicts: how often canaries came out in which way.
+        silences: how often silent replicas were asked for a token, by name and what came of it.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class State:
         admission: Admission,
         sink: Sink | None = None,
         verdicts: Mapping[str, int] = MappingProxyType({}),
+        silences: Callable[[], Mapping[tuple[str, str], int]] = dict,
     ) -> None:
         self._fleet = fleet
         self._aliases = aliases
         self._admission = admission
         self._sink = sink
         self._verdicts = verdicts
+        self._silences = silences
 
     def loaded(self) -> Collection[Route]:
         """Every version that an engine keeps for this gateway."""
@@ -107,7 +110,11 @@ class State:
             state.add_metric([told.name, told.state], 1)
             in_flight.add_metric([told.name], told.in_flight)
             restarts.add_metric([told.name], told.restarts)
-        yield from (up, state, in_flight, restarts)
+        asked = "Times it was asked for a token as no reply had a byte: answered, busy or hangs."
+        silences = _Total("marft_replica_silences", asked, "replica", "result")
+        for labels, times in self._silences().items():
+            silences.add_metric(labels, times)
+        yield from (up, state, in_flight, restarts, silences)
 
     def _entrance(self) -> Iterator[Family]:
         admission = self._admission

@@ -33,6 +33,7 @@ from marft_agents.serving.leases import LEASE_TIMEOUT_S
 from marft_agents.serving.loader import Limits, check_version
 from marft_agents.serving.lora_limits import Slots, settle_rank, settle_slots, slots_line
 from marft_agents.serving.probe import TOLERANCE
+from marft_agents.serving.supervisor import Pace
 
 Say = Callable[[str], None]
 
@@ -84,6 +85,8 @@ class ServeSettings:
     start_timeout_s: float = 600.0
     stop_timeout_s: float = 30.0
     """How long requests in flight may go on after the server was asked to stop."""
+    silence_s: float = Pace.silence_s
+    """Without a byte of any reply for so long, an engine is asked for a token; 0: never."""
     record: Path | None = None
     """Folder for the log of calls that clients ask to be recorded; ``None`` records nothing."""
     record_all: bool = False

@@ -32,7 +32,7 @@ from marft_agents.serving.plan import Plan, Say, ServeSettings, check_settings, 
 from marft_agents.serving.recording import Recording
 from marft_agents.serving.refusals import is_loopback
 from marft_agents.serving.resume import recent_episodes
-from marft_agents.serving.supervisor import Supervisor
+from marft_agents.serving.supervisor import Pace, Supervisor
 from marft_agents.serving.swap import Swapper
 
 
@@ -155,7 +155,9 @@ def _run(
             swapper,
             _gateway_settings(settings, plan, key),
             _recording(settings),
-            supervisor=Supervisor(fleet, swapper.keeper, engines.engines, say),
+            supervisor=Supervisor(
+                fleet, swapper.keeper, engines.engines, say, Pace(silence_s=settings.silence_s)
+            ),
         )
         server = Listener(
             _uvicorn_config(gateway),

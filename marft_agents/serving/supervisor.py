@@ -15,10 +15,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from marft_agents.errors import MarftError
+from marft_agents.schema import served_name
 from marft_agents.serving.calls import NoAnswerError
 from marft_agents.serving.fleet import Fleet
 from marft_agents.serving.keeper import Keeper
 from marft_agents.serving.passage import Outcome
+from marft_agents.serving.pulse import Pulse
 from marft_agents.serving.replica import Replica
 from marft_agents.serving.restartable import RestartableEngine
 from marft_agents.serving.threads import in_thread
@@ -42,6 +44,10 @@ class Pace:
     shortest_s: float = 1.0
     """First wait before a new start; it doubles up to ``longest_s``."""
     longest_s: float = 60.0
+    silence_s: float = 120.0
+    """Without a byte of any reply for so long, a replica is asked for a token; 0: never."""
+    token_s: float = 20.0
+    """Longest wait for that token."""
     well_after_s: float = 60.0
     """An engine that was ready for so long begins with the shortest wait again."""
 
@@ -60,6 +66,7 @@ class _Trouble:
 class _Watched:
     replica: Replica
     engine: RestartableEngine | None
+    pulse: Pulse
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     failed_requests: int = 0
     strikes: int = 0
@@ -87,7 +94,20 @@ class Supervisor:
         self._keeper = keeper
         self._say_line = say
         self._pace = pace or Pace()
-        self._watched = {r.name: _Watched(r, engines.get(r.name)) for r in fleet.replicas}
+        self._watched = {
+            r.name: _Watched(
+                r, engines.get(r.name), Pulse(r.name, self._pace.silence_s, self._pace.token_s)
+            )
+            for r in fleet.replicas
+        }
+
+    def silences(self) -> dict[tuple[str, str], int]:
+        """How often a silent replica was asked for a token, by its name and what came of it."""
+        return {
+            (name, found): times
+            for name, watched in self._watched.items()
+            for found, times in watched.pulse.found.items()
+        }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -195,6 +215,10 @@ class Supervisor:
                 for agent, version in sorted(listed)[:1]:
                     await in_thread(loader.answers, agent, version)
                 watched.failed_requests = 0
+            for named in sorted(listed)[:1]:
+                model, upstream = served_name(*named), watched.replica.upstream
+                if hangs := await watched.pulse.feel(upstream, loader.client, model):
+                    return _Trouble(hangs, sure=False)
         except NoAnswerError as error:
             return _Trouble(str(error), sure=not error.timed_out)
         except MarftError as error:

@@ -16,8 +16,9 @@ from starlette.types import Receive
 
 from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
+from marft_agents.serving.pool import Pool
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.wire import Answer, BadReplyError, Pool
+from marft_agents.serving.wire import Answer, BadReplyError
 
 _PASSED_ON = frozenset({b"accept", b"x-request-id", b"traceparent", b"tracestate"})
 _NO_LINE = frozenset(b"\r\n\0")
@@ -56,6 +57,11 @@ class Upstream:
     def connections(self) -> int:
         """How many are open, idle ones included."""
         return 0 if self._pool is None else self._pool.connections
+
+    @property
+    def silent_s(self) -> float:
+        """How long no request that is under way had a byte of its answer; 0 where there is none."""
+        return 0.0 if self._pool is None else self._pool.silent_s
 
     async def close(self) -> None:
         pool, self._pool = self._pool, None

@@ -52,6 +52,8 @@ class Faults:
     """What goes wrong; everything is off at first."""
 
     hang_loads: bool = False
+    hang_generation: bool = False
+    """Nothing is generated any more, while all else answers; probes, too, wait for ever."""
     load_status: int = 200
     load_message: str = "refused"
     forget_loads: bool = False
@@ -104,6 +106,8 @@ class FakeEngine:
     """Set when a client left in the middle of a reply."""
     started: threading.Event = field(default_factory=threading.Event)
     """Set when a generation has begun."""
+    counted: int | None = None
+    """When set, tokens generated so far, as vLLM tells them under ``/metrics``."""
     api_key: str | None = None
     """Asked for on every route."""
     delay_s: float = 0.0
@@ -270,6 +274,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/health":
             self._answer(503 if self.fake.faults.unwell else 200, "")
+        elif self.path == "/metrics" and self.fake.counted is not None:
+            lines = f'vllm:generation_tokens_total{{engine="0"}} {self.fake.counted}.0\n# TYPE x\n'
+            self._answer(200, f"{lines}vllm:prompt_tokens_total 1e+02\nvllm:other_total 5.0\n")
         elif self.path == "/v1/models":
             cards = [{"id": BASE, "root": "/models/base", "parent": None}]
             cards += [
@@ -333,6 +340,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: dict[str, Any]) -> None:
         fake, model = self.fake, body["model"]
+        if fake.faults.hang_generation:
+            fake.started.set()
+            fake.release.wait(30)
+            return
         refused = fake.faults.refuses(body) if fake.faults.refuses is not None else None
         if refused is not None:
             self._error(400, refused)

@@ -68,6 +68,7 @@ class Watched:
     engine: ThreadEngine
     fleet: Fleet
     said: list[str]
+    supervisor: Supervisor
 
     async def wait_ready(self, restarts: int) -> None:
         async with asyncio.timeout(10):
@@ -91,7 +92,7 @@ async def watched(house: House, pace: Pace = PACE) -> AsyncGenerator[Watched]:
         supervisor = Supervisor(fleet, swapper.keeper, {"engine-0": engine}, said.append, pace)
         try:
             async with supervisor.running():
-                yield Watched(engine, fleet, said)
+                yield Watched(engine, fleet, said, supervisor)
         finally:
             await in_thread(engine.stop)
             await fleet.close()

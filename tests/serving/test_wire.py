@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from marft_agents.serving.calls import tls
-from marft_agents.serving.wire import MOST_HEAD, Answer, BadReplyError, Pool
+from marft_agents.serving.pool import Pool
+from marft_agents.serving.wire import MOST_HEAD, Answer, BadReplyError
 
 REQUEST = (b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n",)
 OK = b"HTTP/1.1 200 OK\r\n"
