@@ -6,7 +6,7 @@ and where the gateway takes longer than the engine by itself the figure says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.records import Record
 from benchmarks.stats import median
@@ -27,6 +27,11 @@ _STEPS = {
     "the engine answers the probe": "probe",
     "`CURRENT` is on disk": "record",
 }
+_STEPS_PREPARED = {
+    "folder, list and line of the trail, beside each other": ("check", "list", "prepare"),
+    "`CURRENT` is on disk": ("record",),
+}
+"""The longest of several counts."""
 _BESIDE = {
     "prepare": "the line of the trail put on disk beforehand",
     "compare": "the rest of the checksums",
@@ -76,29 +81,43 @@ def _setting(record: Record) -> tuple[str, str | None, int | None]:
     return record["engine"], record.get("model"), record.get("rank")
 
 
-def _where(records: Sequence[Record], target: str) -> list[str]:
+def _where(records: Sequence[Record]) -> list[str]:
     """Where the time of a swap goes; of results that tell."""
-    mine = [r for r in records if r.get("steps") and r["target"] == target]
+    mine = [r for r in records if r.get("steps") and r["target"] == OURS]
     if not mine:
         return []
-    out = [""] if target == OURS else ["", "Of a swap that was prepared:", ""]
-    out.append(f"| others streaming | {' | '.join(_STEPS)} | the call's rest | first token |")
-    out.append("|---:|" + "---:|" * (len(_STEPS) + 2))
-    for clients in sorted({r["clients"] for r in mine}):
-        found = [r for r in mine if r["clients"] == clients]
-        steps = [[r["steps"].get(name, 0.0) for r in found] for name in _STEPS.values()]
-        rest = [r["call_s"] - sum(row) for r, *row in zip(found, *steps, strict=True)]
-        first = [r["total_s"] - r["call_s"] for r in found]
-        cells = [_spread([1e3 * s for s in column], ",.0f") for column in (*steps, rest, first)]
-        out.append(f"| {clients} | {' | '.join(cells)} |")
     beside = [
         f"{what} {_spread([1e3 * r['steps'].get(name, 0.0) for r in mine], ',.0f')}"
         for name, what in _BESIDE.items()
     ]
     told = f"Milliseconds, one after the other. Beside them: {'; '.join(beside)}."
-    if before := [1e3 * r["prepared_s"] for r in mine if "prepared_s" in r]:
-        told += f" Preparing took {_spread(before, ',.0f')} before that."
-    return [*out, "", told]
+    return ["", *_table(mine, {label: (name,) for label, name in _STEPS.items()}), "", told]
+
+
+def _where_prepared(records: Sequence[Record]) -> list[str]:
+    """The same of swaps that were prepared, and what preparing took."""
+    mine = [r for r in records if r["target"] == PREPARED]
+    if not mine:
+        return []
+    before = _spread([1e3 * r["prepared_s"] for r in mine], ",.0f")
+    told = f"Milliseconds, one after the other. Preparing took {before} before that."
+    return ["", "Of a swap that was prepared:", "", *_table(mine, _STEPS_PREPARED), "", told]
+
+
+def _table(records: Sequence[Record], steps: Mapping[str, Sequence[str]]) -> list[str]:
+    out = [f"| others streaming | {' | '.join(steps)} | the call's rest | first token |"]
+    out.append("|---:|" + "---:|" * (len(steps) + 2))
+    for clients in sorted({r["clients"] for r in records}):
+        found = [r for r in records if r["clients"] == clients]
+        columns = [
+            [max(r["steps"].get(name, 0.0) for name in names) for r in found]
+            for names in steps.values()
+        ]
+        rest = [r["call_s"] - sum(row) for r, *row in zip(found, *columns, strict=True)]
+        first = [r["total_s"] - r["call_s"] for r in found]
+        cells = [_spread([1e3 * s for s in column], ",.0f") for column in (*columns, rest, first)]
+        out.append(f"| {clients} | {' | '.join(cells)} |")
+    return out
 
 
 def _verdict(records: Sequence[Record]) -> str:
@@ -138,7 +157,7 @@ def lines_for(records: Sequence[Record]) -> list[str]:
             if mine:
                 ratios = _ratios(of_kind, target) if target != "direct" else []
                 out.append(_row(clients, label, mine, ratios))
-    return [*out, *_where(records, OURS), *_where(records, PREPARED)]
+    return [*out, *_where(records), *_where_prepared(records)]
 
 
 def _spread(values: Sequence[float], form: str) -> str:

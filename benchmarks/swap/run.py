@@ -5,10 +5,10 @@
 Invariant: the engine by itself (load an adapter, ask for it) and ``marft-agents serve`` (swap, ask
 the agent) take turns on one engine, each time with an adapter that the engine has not seen: one
 call, and when it has returned one request, from the call to the first token. The swap's call checks
-the folder, loads, probes, and writes who swapped what to the disk; the old version is unloaded
-after it. The engine by itself does none of that. A third turn prepares the version first, which is
-timed by itself: its swap finds it loaded and probed. Beside it other clients stream; their longest
-wait for a chunk is compared with that of a time as long in which nothing is swapped.
+the folder, loads, probes, and writes who swapped what to the disk; the old version is unloaded half
+a second after it. The engine by itself does none of that. A third turn prepares the version first,
+which is timed by itself: its swap finds it loaded and probed. Beside it other clients stream; their
+longest wait for a chunk is compared with that of a time as long in which nothing is swapped.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ def measure(stage: Stage, name: str, clients: int) -> Record:
     """One swap, beside so many streaming clients."""
     stage.prepare(name)
     if not clients:
+        time.sleep(_WARM_S)  # until the old version of the turn before is unloaded
         return stage.turn(name).record()
     command = [sys.executable, "-m", "benchmarks.swap.clients"]
     others = subprocess.Popen(

@@ -35,6 +35,9 @@ from marft_agents.serving.threads import in_thread
 
 _log = logging.getLogger(__name__)
 WAIT_FOR_DRAIN_S = 2.0
+UNLOAD_AFTER_S = 0.5
+"""How long an old version that nobody waits for stays, so that its unloading holds up neither the
+swap's answer nor the new version's first replies."""
 
 
 class Swapper:
@@ -48,6 +51,8 @@ class Swapper:
         self._wait_for_drain_s = wait_for_drain_s
         self._lock = asyncio.Lock()
         self._retiring: dict[Route, asyncio.Task[bool]] = {}
+        self._hurry = asyncio.Event()
+        """Set while a slot is wanted."""
         self._swaps: set[asyncio.Task[dict[str, Any]]] = set()
         self.keeper = Keeper(aliases, self._lock)
         self.keeper.give_up = self.give_up
@@ -210,11 +215,13 @@ class Swapper:
             return self._has_room(new, spare=len(self._spare(new, prepares=prepares)))
 
         while self._retiring and not has_room() and time.monotonic() < until:
+            self._hurry.set()
             await asyncio.wait(
                 self._retiring.values(),
                 timeout=until - time.monotonic(),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+        self._hurry.clear()
 
     async def _make_room(self, new: Route, *, prepares: bool) -> None:
         """Unload prepared versions as far as their slots are needed.
@@ -314,12 +321,18 @@ class Swapper:
                 error,
             )
 
-    def start_retiring(self, route: Route) -> asyncio.Task[bool]:
-        """Give the version to no new episode, and unload it when nobody has it any more."""
+    def start_retiring(self, route: Route, *, after_s: float = 0.0) -> asyncio.Task[bool]:
+        """Give the version to no new episode, and unload it when nobody has it any more.
+
+        Args:
+            after_s: unload it not before so many seconds, unless its slot is wanted.
+        """
         self.aliases.retire(route)
         task = self._retiring.get(route)
         if task is None or task.done():
-            task = self._retiring[route] = asyncio.create_task(self._unload_when_idle(route))
+            task = self._retiring[route] = asyncio.create_task(
+                self._unload_when_idle(route, after_s)
+            )
             task.add_done_callback(lambda done: self._forget(route, done))
         return task
 
@@ -349,12 +362,19 @@ class Swapper:
 
         Episodes may keep it for long, so those are not waited for.
         """
+        if not wait:
+            self.start_retiring(route, after_s=UNLOAD_AFTER_S)
+            return False
         task = self.start_retiring(route)
-        wait_s = self._wait_for_drain_s if wait and not self.aliases.leased(route) else 0.0
+        wait_s = 0.0 if self.aliases.leased(route) else self._wait_for_drain_s
         done, _ = await asyncio.wait({task}, timeout=wait_s)
         return bool(done) and task.result()
 
-    async def _unload_when_idle(self, route: Route) -> bool:
+    async def _unload_when_idle(self, route: Route, after_s: float) -> bool:
+        if after_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await self._hurry.wait()
         while True:
             await self.aliases.drained(route)
             async with self._lock:
