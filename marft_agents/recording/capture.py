@@ -18,7 +18,7 @@ from marft_agents.errors import ConfigError, IntegrationError
 from marft_agents.recording.call import CALL, TAG, tagged_call
 from marft_agents.recording.core import Core
 from marft_agents.recording.elsewhere import say_elsewhere
-from marft_agents.recording.exchange import CHAT_PATH, Exchange
+from marft_agents.recording.exchange import CHAT_PATH, REFUSALS, Exchange
 from marft_agents.recording.jsontext import JsonObject
 from marft_agents.recording.outgoing import rebuilt
 from marft_agents.recording.own import OwnCall, own_call
@@ -56,7 +56,10 @@ class Hook:
     @property
     def owner(self) -> Claim | None:
         """Who gets the calls that no runtime announced."""
-        return next((c for c in self.claims if c.agent is not None and not c.core.closed), None)
+        for claim in self.claims:
+            if claim.agent is not None and not claim.core.closed:
+                return claim
+        return None
 
     def remove(self) -> None:
         http = self._http()
@@ -88,7 +91,7 @@ class Hook:
         request = core.safety.attempt("prepare a request", exchange.outgoing) or request
         try:
             response = self._send(request, **kwargs)
-            plain = _plain(exchange, response)
+            plain = _plain(exchange, response) if response.status_code in REFUSALS else None
             if plain is not None:
                 response.close()
                 response = self._send(plain, **kwargs)
@@ -109,7 +112,7 @@ class Hook:
                 ) or await core.servers.ask_async(exchange.base_url, request, self._send)
             request = core.safety.attempt("prepare a request", exchange.outgoing) or request
             response = await self._send(request, **kwargs)
-            plain = _plain(exchange, response)
+            plain = _plain(exchange, response) if response.status_code in REFUSALS else None
             if plain is not None:
                 await response.aclose()
                 response = await self._send(plain, **kwargs)
@@ -137,13 +140,15 @@ class Hook:
         if core is None or core.closed:
             drop = ("user",) if tagged else ()
             return None, rebuilt(request, body.edited(drop=drop)[1], None) if drop else request
-        with core.safety.guard("read a request"):
+        try:
             if call is None and owner is not None:
                 call = own_call(core, owner.agent or "", request)
             if call is not None:
                 exchange = Exchange(call, request, body, tagged=tagged is not None)
                 call.sends(exchange)
                 return exchange, request
+        except Exception as error:
+            core.safety.failed("read a request", error)
         return None, request
 
     def _failed(self, exchange: Exchange, error: BaseException) -> None:
@@ -156,10 +161,12 @@ class Hook:
 
     def _received(self, exchange: Exchange, response: Any, kwargs: dict[str, Any]) -> Any:
         stream = bool(kwargs.get("stream"))
-        with exchange.call.episode.core.safety.guard("record a reply"):
+        try:
             response = exchange.received(response, stream=stream, is_async=self._is_async)
             if exchange.closed:
                 exchange.call.over(exchange)
+        except Exception as error:
+            exchange.call.episode.core.safety.failed("record a reply", error)
         return response
 
 

@@ -29,7 +29,8 @@ from marft_agents.schema import JsonDict
 CHAT_PATH = "/chat/completions"
 _EVENT_END = b"\n\n"
 _RETRIED = frozenset({408, 409, 429})
-_REFUSALS = frozenset({400, 422})
+REFUSALS = frozenset({400, 422})
+"""Statuses with which servers refuse fields that they do not know."""
 _KEY_HEADERS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 _SHORTEST_KEY = 6
 
@@ -66,7 +67,8 @@ class Exchange:
         self.started = self.ended = time.perf_counter()
         self._tagged = tagged
         self._request = request
-        self._headers: dict[str, str] = {}
+        self._headers: dict[bytes, bytes] = {}
+        """Of the response; a copy, as the app may change them."""
         self._hidden = NOTHING
         self._renamed = False
         self._restorer: Restorer | None = None
@@ -144,7 +146,8 @@ class Exchange:
         return choices.get(index)
 
     def response_header(self, name: str) -> str | None:
-        return self._headers.get(name)
+        value = self._headers.get(name.encode())
+        return None if value is None else _decoded(value)
 
     # -- request ------------------------------------------------------------------------------
 
@@ -160,7 +163,7 @@ class Exchange:
     def without_fields(self, response: Any) -> Any | None:
         """The request as the app made it, when a server that could not be asked says no to ours."""
         unsure = self.verdict is not None and self.verdict.accepts is None
-        if not (self.injected and unsure and response.status_code in _REFUSALS):
+        if not (self.injected and unsure and response.status_code in REFUSALS):
             return None
         self.injected, self.refused_fields = False, True
         return self._build(False)
@@ -204,10 +207,10 @@ class Exchange:
         """The answer begins: what came before its body."""
         self.status = status
         self._headers = _headers(headers)
-        kind = self._headers.get("content-type", "").lower()
+        kind = self._headers.get(b"content-type", b"").lower()
         asked = bool(self.request_body.get("stream"))
         self.streaming = self.answered and (
-            "event-stream" in kind or (asked and "json" not in kind)
+            b"event-stream" in kind or (asked and b"json" not in kind)
         )
         if self.answered and asked != self.streaming:
             asked_for = "a stream" if asked else "a reply in one piece"
@@ -227,9 +230,19 @@ class Exchange:
             tee(response, self, is_async=is_async)
             return response
         content = response.content
-        seen = self.feed(content) + self.rest()
+        seen = self._whole(content)
         self.close()
         return response if seen == content else restored_response(response, seen)
+
+    def _whole(self, content: bytes) -> bytes:
+        """The body came in one piece; returns what the app is to see of it."""
+        if self.streaming or self._answer is None:
+            return self.feed(content) + self.rest()
+        self._fed = time.perf_counter()
+        self.size += len(content)
+        self._answer.add(content)
+        restorer, self._restorer = self._restorer, None
+        return content if restorer is None else restorer.whole(content)
 
     def feed(self, data: bytes) -> bytes:
         """The server has sent ``data``; returns what the app is to see after it."""
@@ -288,10 +301,12 @@ class Exchange:
         self.closed = True
         if error is not None:
             self._cut = describe_error(error)
-        with self.call.episode.core.safety.guard("read a reply"):
+        try:
             self._end()
             self._settle()
             self._register()
+        except Exception as problem:
+            self.call.episode.core.safety.failed("read a reply", problem)
         self._request = self._wire = None
         cut = error is not None or self._fed is None
         self.ended = time.perf_counter() if cut else cast("float", self._fed)
@@ -374,12 +389,12 @@ def _keys(request: Any) -> list[str]:
     return [_decoded(v) for k, v in request.headers.raw if k.lower() in _KEY_HEADERS]
 
 
-def _headers(headers: Any) -> dict[str, str]:
-    """A copy of a response's headers; the app may change them."""
+def _headers(headers: Any) -> dict[bytes, bytes]:
+    """A response's headers by their names in lower case."""
     raw = getattr(headers, "raw", None)
     if raw is None:
-        return {k.lower(): v for k, v in headers.items()}
-    return {_decoded(k).lower(): _decoded(v) for k, v in raw}
+        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    return {k.lower(): v for k, v in raw}
 
 
 def _decoded(text: bytes) -> str:
@@ -404,4 +419,4 @@ def _is_plain(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(mapping(message).get("content", ""), str | None)
 
 
-__all__ = ["CHAT_PATH", "TOKEN_FIELDS", "Exchange"]
+__all__ = ["CHAT_PATH", "REFUSALS", "TOKEN_FIELDS", "Exchange"]

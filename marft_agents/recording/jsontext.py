@@ -57,16 +57,17 @@ class JsonObject:
         A member of ``put`` that is there keeps its place.
         """
         put, gone = dict(put or {}), self.fields.keys() & set(drop)
-        fields = {k: v for k, v in self.fields.items() if k not in gone} | put
+        kept = {k: v for k, v in self.fields.items() if k not in gone} if gone else self.fields
+        fields = kept | put
         added = [_member(k, v) for k, v in put.items() if k not in self.fields]
         data = self._data
         if gone or not put.keys().isdisjoint(self.fields):
             data = _replaced(data.decode(), put, gone).encode()
         if not added:
             return fields, data
-        kept = data.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE)
+        head = data.rstrip(_SPACE).removesuffix(b"}").rstrip(_SPACE)
         comma = b"," if len(fields) > len(added) else b""
-        return fields, kept + comma + ",".join(added).encode() + data[len(kept) :]
+        return fields, head + comma + ",".join(added).encode() + data[len(head) :]
 
 
 def _replaced(text: str, put: JsonDict, gone: Set[str]) -> str:
