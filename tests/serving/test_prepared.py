@@ -235,7 +235,8 @@ def test_a_version_that_is_gone_is_refused(stage: Stage) -> None:
 def test_what_may_not_be_moved_is_not_moved(stage: Stage) -> None:
     stage.operator.prepare("router", 2)
     stage.house.registry.pin("router")
-    with pytest.raises(SwapError, match=r"pinned to version 1.*router@v1 still serves"):
+    refused = r"step check of router@v2: .*pinned to version 1.*router@v1 still serves"
+    with pytest.raises(SwapError, match=refused):
         stage.operator.swap("router", 2)
     assert answers(stage) == "router@v1" and told(stage)["prepared"]["version"] == 2
     assert stage.operator.swap("router", 2, Change("me", force=True))["prepared"]
