@@ -32,8 +32,10 @@ class Ask:
         self._messages = messages
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        with self.call.episode.core.safety.guard("record a model call"):
+        try:
             self._finish(result, error)
+        except Exception as problem:
+            self.call.episode.core.safety.failed("record a model call", problem)
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         call = self.call
@@ -78,13 +80,14 @@ def begin(
 ) -> Ask | None:
     """A call through the seat's client starts; ``None`` outside any episode."""
     messages = kwargs["messages"] if "messages" in kwargs else args[0] if args else ()
-    frame = own_frame(seat)
+    place = here(seat)
+    frame = own_frame(seat, place)
     if shared:  # it is the speaker's; outside any speech it may be anybody's
-        frame = here(seat) or frame
+        frame = place or frame
         if frame is None:
             return None
         seat = frame.seat
-    around = frame or here(seat)
+    around = frame or place
     episode = around.episode if around else seat.recorder.current()
     if episode is None:
         _say_outside(seat)

@@ -7,6 +7,7 @@ and never into it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -37,13 +38,14 @@ class RecordingClient(StandIn):
         seat, inner = self._marft_seat, self._marft_inner
         if seat.closed:
             return inner, None
-        attempt = seat.recorder.core.safety.attempt
-        target = attempt("pass by a cache", lambda: _without_cache(inner, seat)) or inner
-        shared = self._marft_shared
-        ask = attempt(
-            "begin a model call", lambda: begin(seat, target, args, kwargs, shared=shared)
-        )
-        return target, ask
+        safety, target = seat.recorder.core.safety, inner
+        if _is_cache(inner.__class__):
+            target = safety.attempt("pass by a cache", lambda: _without_cache(inner, seat)) or inner
+        try:
+            return target, begin(seat, target, args, kwargs, shared=self._marft_shared)
+        except Exception as error:
+            safety.failed("begin a model call", error)
+        return target, None
 
     async def create(self, *args: Any, **kwargs: Any) -> Any:
         target, ask = self._begin(args, kwargs)
@@ -96,10 +98,16 @@ def _asks_once(code: Any) -> bool:
     return any(code is getattr(kind.create_stream, "__code__", _NO_CODE) for kind in OPENAI)
 
 
+@functools.lru_cache(maxsize=256)
+def _is_cache(kind: type[Any]) -> bool:
+    """Asked per class: model clients are abstract classes, which are slow to ask."""
+    return issubclass(kind, CACHE)
+
+
 def _without_cache(client: Any, seat: Seat) -> Any:
     """The client behind AutoGen's reply caches, which stay as they are for the rest of the app."""
     core = seat.recorder.core
-    if core.keep_caches or not isinstance(client, CACHE):
+    if core.keep_caches:
         return client
     core.safety.warn_once(
         "caches passed by",

@@ -64,11 +64,11 @@ class _Entered:
 class Frame:
     """A run or a speech; ``below`` is what it happens inside of, whoever records that."""
 
-    def __init__(self, seat: Seat, episode: LiveEpisode) -> None:
+    def __init__(self, seat: Seat, episode: LiveEpisode, below: Frame | None) -> None:
         self.seat = seat
         self.episode = episode
-        self.below = _innermost()
-        self.outer = _first(self.below, seat)
+        self.below = below
+        self.outer = first(below, seat)
         self._place = _Place(self, _PLACE.get())
         self.closed = False
         self.last_turn: str | None = None
@@ -125,8 +125,8 @@ class Frame:
 class Run(Frame):
     """One run of a team, or of an agent by its own ``run``."""
 
-    def __init__(self, seat: Seat, episode: LiveEpisode) -> None:
-        super().__init__(seat, episode)
+    def __init__(self, seat: Seat, episode: LiveEpisode, below: Frame | None) -> None:
+        super().__init__(seat, episode, below)
         self.selection: str | None = None
         """Turn that chose who speaks next, until that one has spoken."""
         self.managed: str | None = None
@@ -168,8 +168,10 @@ class Run(Frame):
 class Speech(Frame):
     """An agent was handed messages and acts until its response."""
 
-    def __init__(self, seat: Seat, episode: LiveEpisode, handed: Sequence[Any]) -> None:
-        super().__init__(seat, episode)
+    def __init__(
+        self, seat: Seat, episode: LiveEpisode, below: Frame | None, handed: Sequence[Any]
+    ) -> None:
+        super().__init__(seat, episode, below)
         self.handed = [message_id(m) for m in handed]
         self.turns: list[str] = []
         self.asking: str | None = None
@@ -182,6 +184,10 @@ class Speech(Frame):
         self._name_instruction(handed)
         known = seat.delivered.setdefault(episode, [])
         known += [(i, model_text(m)) for i, m in zip(self.handed, handed, strict=True)]
+
+    def was_handed(self, messages: Sequence[Any]) -> bool:
+        """Whether it began with these messages."""
+        return self.handed == [message_id(m) for m in messages]
 
     def _name_instruction(self, handed: Sequence[Any]) -> None:
         """The manager's own newest message (an instruction) came with its newest turn."""
@@ -226,7 +232,8 @@ class Speech(Frame):
         return None if self.turns else self.selected_by
 
 
-def _innermost() -> Frame | None:
+def innermost() -> Frame | None:
+    """The frame of the code running now, whoever records it; asked once a step, as it costs."""
     place = _PLACE.get()
     while place is not None and place.frame is None:
         place = place.below
@@ -239,7 +246,7 @@ def _innermost() -> Frame | None:
     return run if run is not None and (frame is None or frame.team_run is not run) else frame
 
 
-def _first(frame: Frame | None, seat: Seat) -> Frame | None:
+def first(frame: Frame | None, seat: Seat) -> Frame | None:
     """``frame`` or the nearest one around it that is open and of the same recorder."""
     while frame is not None:
         if frame.open and frame.seat.recorder is seat.recorder:
@@ -250,32 +257,32 @@ def _first(frame: Frame | None, seat: Seat) -> Frame | None:
 
 def here(seat: Seat) -> Frame | None:
     """The innermost frame of the seat's recorder."""
-    return _first(_innermost(), seat)
+    return first(innermost(), seat)
 
 
-def own_frame(seat: Seat) -> Frame | None:
-    """The frame of ``seat`` that the code running now belongs to.
+def own_frame(seat: Seat, place: Frame | None) -> Frame | None:
+    """The frame of ``seat`` that the code running now belongs to; ``place``: what is ``here``.
 
     A thread that did not take the context along belongs to what the seat began last, unless that
     could be another episode's.
     """
-    innermost = frame = here(seat)
+    frame = place
     while frame is not None:
         if frame.seat is seat:
             return frame
         frame = frame.outer
-    if innermost is not None:
+    if place is not None:
         return None
     found = [f for f in seat.open if f.open]
     return found[-1] if len({f.episode for f in found}) == 1 else None
 
 
-def episode_here(seat: Seat) -> LiveEpisode | None:
-    """The episode that something beginning now is part of.
+def episode_in(frame: Frame | None, seat: Seat) -> LiveEpisode | None:
+    """The episode that something beginning in ``frame``, which is ``here``, is part of.
 
     An episode that the app opened inside a run beats the run's.
     """
-    frame, current = here(seat), seat.recorder.current()
+    current = seat.recorder.current()
     if frame is None:
         return current
     inside = current is not None and current.parent_id == frame.episode.id
@@ -288,9 +295,9 @@ def begin_speech(seat: Seat, messages: Sequence[Any]) -> tuple[Speech | None, bo
     One speech may come through two doors (``on_messages`` calls ``on_messages_stream`` or the other
     way round): the second door, with the same messages, opens no new one.
     """
-    frame = here(seat)
-    handed = [message_id(m) for m in messages]
-    if isinstance(frame, Speech) and frame.seat is seat and frame.handed == handed:
+    below = innermost()
+    frame = first(below, seat)
+    if isinstance(frame, Speech) and frame.seat is seat and frame.was_handed(messages):
         return frame, False
-    episode = episode_here(seat)
-    return (None, False) if episode is None else (Speech(seat, episode, messages), True)
+    episode = episode_in(frame, seat)
+    return (None, False) if episode is None else (Speech(seat, episode, below, messages), True)

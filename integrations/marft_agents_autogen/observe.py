@@ -47,6 +47,12 @@ def _tells(kind: type[Any]) -> bool:
     return issubclass(kind, _TELLING)
 
 
+@functools.lru_cache(maxsize=256)
+def _kind(kind: type[Any]) -> type[Any] | None:
+    """Which of the agents that act without a model it is; asked per class, as above."""
+    return next((k for k in (UserProxyAgent, CodeExecutorAgent) if issubclass(kind, k)), None)
+
+
 def observe(agent: Any, speech: Speech, item: Any) -> None:
     """Take note of one item of ``agent.on_messages_stream``."""
     if isinstance(item, Response):
@@ -104,9 +110,10 @@ def _blocks(code_blocks: Any) -> list[dict[str, str]]:
 def _response(agent: Any, speech: Speech, message: Any) -> None:
     episode, name = speech.episode, message_id(message)
     if episode.first_time(name):
-        if isinstance(agent, UserProxyAgent):
+        kind = _kind(agent.__class__)
+        if kind is UserProxyAgent:
             episode.human(agent.name, message_text(message))
-        elif isinstance(agent, CodeExecutorAgent) and not speech.turns:
+        elif kind is CodeExecutorAgent and not speech.turns:
             _code(speech, agent.name, message_text(message), speech.exit_code == 0)
         turn_id = speech.turns[-1] if speech.turns else speech.last_turn
         if turn_id is None and speech.seat.role == "agent":
@@ -116,7 +123,7 @@ def _response(agent: Any, speech: Speech, message: Any) -> None:
             with episode.lock:
                 episode.ledger.add(turn_id, speech.seat.name, model_text(message))
     if isinstance(speech.outer, Run):
-        handed_off = isinstance(message, HandoffMessage) and speech.outer.seat.role == "swarm"
+        handed_off = speech.outer.seat.role == "swarm" and isinstance(message, HandoffMessage)
         speech.outer.selection = episode.messages.get(name) if handed_off else None
 
 

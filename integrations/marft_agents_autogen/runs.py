@@ -23,7 +23,7 @@ from marft_agents.recording import (
     end_run,
 )
 from marft_agents_autogen.compat import message_text
-from marft_agents_autogen.frames import Run, episode_here, here
+from marft_agents_autogen.frames import Run, episode_in, first, innermost
 from marft_agents_autogen.seats import Binding, Seat, close_stream
 
 Rewalk = Callable[[Binding], None]
@@ -57,10 +57,11 @@ class Going:
             self._safety.attempt("begin a run", lambda: self._begin(rewalk, task))
 
     def _begin(self, rewalk: Rewalk, task: Any) -> None:
-        seat, outer = self._seat, here(self._seat)
+        seat, below = self._seat, innermost()
+        outer = first(below, seat)
         if isinstance(outer, Run) and outer.seat is seat:
             return  # ``run`` goes through ``run_stream``
-        episode = episode_here(seat)
+        episode = episode_in(outer, seat)
         if seat.root is not None and outer is None:
             with self._safety.guard("look for new agents and clients"):
                 rewalk(seat.root)
@@ -72,7 +73,7 @@ class Going:
         again = not episode.first_time(f"run of {id(seat)}")
         if again and outer is None and task is not None:
             _told(episode, task)
-        self._frame = Run(seat, episode)
+        self._frame = Run(seat, episode, below)
 
     def entered(self) -> AbstractContextManager[None]:
         """The frame of this run as the current one, for code that it starts from here."""

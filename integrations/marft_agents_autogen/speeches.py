@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from marft_agents_autogen.frames import Speech, begin_speech, episode_here, here
+from marft_agents_autogen.frames import Speech, begin_speech, episode_in, here
 from marft_agents_autogen.observe import executed, is_telling, observe
 from marft_agents_autogen.seats import Binding, Seat, close_stream
 
@@ -25,8 +25,10 @@ class _Door:
         self._speech: Speech | None = None
         self._new = False
         if not seat.closed:
-            with self._safety.guard("see what an agent is given"):
+            try:
                 self._speech, self._new = begin_speech(seat, messages)
+            except Exception as error:
+                self._safety.failed("see what an agent is given", error)
 
     def entered(self) -> Any:
         """The speech as the current frame, for one time after the other."""
@@ -36,8 +38,10 @@ class _Door:
         """Take note of an item; whether items of its class tell anything."""
         if self._speech is None or not is_telling(item):
             return False
-        with self._safety.guard("see what an agent does"):
+        try:
             observe(self._agent, self._speech, item)
+        except Exception as error:
+            self._safety.failed("see what an agent does", error)
         return True
 
     @property
@@ -107,7 +111,7 @@ def patch_speeches(agent: Any, seat: Seat, binding: Binding) -> None:
 
 def forget(seat: Seat) -> None:
     """What the agent was handed in this episode is gone; in others it may go on."""
-    episode = episode_here(seat)
+    episode = episode_in(here(seat), seat)
     if episode is None:
         seat.delivered.clear()
     else:

@@ -65,10 +65,7 @@ class Draft(Protocol):
 class _Queued(NamedTuple):
     event: Event | Draft
     size: int
-
-    @property
-    def border(self) -> bool:
-        return isinstance(self.event, _BORDERS)
+    border: bool
 
 
 class Sink:
@@ -129,16 +126,19 @@ class Sink:
 
     def put(self, event: Event | Draft) -> None:
         """Queue ``event``; borders of episodes, rewards and edits have a reserve of their own."""
-        size = held_bytes(event) if isinstance(event, Event) else event.size
-        queued = _Queued(event, size)
+        if isinstance(event, Event):
+            queued = _Queued(event, held_bytes(event), isinstance(event, _BORDERS))
+        else:
+            queued = _Queued(event, event.size, False)
         with self._changed:
             why = self._refusal(queued)
             if why is None:
                 self._queue.append(queued)
-                self._held += size
-                self._held_borders += size if queued.border else 0
+                self._held += queued.size
+                self._held_borders += queued.size if queued.border else 0
                 self._accepted += 1
-                self._start()
+                if self._thread is None:
+                    self._start()
                 if self._asleep or self._is_urgent():
                     self._changed.notify_all()
             else:
@@ -247,6 +247,14 @@ class Sink:
     # -- the log's side -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            with self._changed:  # nobody may be left to close this recorder
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _write_all(self) -> None:
         going = True
         while going:
             try:
