@@ -1,7 +1,8 @@
 """Request bodies, read within limits.
 
 Invariant: a body is refused as soon as it is known to be too large, too slow or nested too deeply;
-what is accepted is one JSON object that every parser reads alike.
+what is accepted is one JSON object that every parser reads alike. Reading a large one holds up
+nobody else's stream.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, NoReturn, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
+from marft_agents.serving.large import LARGE, MOST_PIECES, PiecewiseDecoder
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.stepping import Done, begin
+from marft_agents.serving.threads import in_thread
 
 MAX_DEPTH = 100
 MAX_VALUES = 2_000_000
@@ -74,6 +77,15 @@ async def _in_time(waiting: Awaitable[Message], seconds: float) -> Message:
         raise Refusal(408, "the request body did not arrive in time") from None
 
 
+async def read_object(data: bytes) -> dict[str, Any]:
+    """``parse_object``, in a thread where that takes long.
+
+    Raises:
+        Refusal: as there.
+    """
+    return parse_object(data) if len(data) <= LARGE else await in_thread(parse_object, data)
+
+
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object of a request's body.
 
@@ -81,11 +93,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
         Refusal: 400 for anything else, and for one that would take too much work.
     """
     openers = sum(map(data.count, _OPENERS))
-    many = len(data) > 4 * MAX_VALUES and data.count(b",") > 4 * MAX_VALUES
-    if many or openers > MAX_VALUES:
+    commas = data.count(b",") if len(data) > LARGE else 0
+    if commas > 4 * MAX_VALUES or openers > MAX_VALUES:
         raise Refusal(400, f"the request body holds more than {MAX_VALUES} JSON values")
     try:
-        body: Any = _DECODER.decode(data.decode())
+        piecewise = len(data) > LARGE and commas < MOST_PIECES
+        body: Any = (_PIECEWISE if piecewise else _DECODER).decode(data.decode())
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "the request body is no valid JSON") from error
     if not isinstance(body, dict):
@@ -100,6 +113,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
+_PIECEWISE = PiecewiseDecoder(2, _no_number)
 
 
 def _too_deep(body: object) -> bool:

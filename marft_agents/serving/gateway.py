@@ -26,7 +26,7 @@ from marft_agents.serving.access import Access, Client
 from marft_agents.serving.admission import Admission, Ticket
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.answers import HANDLERS, Direct, Relay, is_stream
-from marft_agents.serving.bodies import parse_object, read_limited
+from marft_agents.serving.bodies import read_limited, read_object
 from marft_agents.serving.borders import Borders
 from marft_agents.serving.canary_swap import Canaries
 from marft_agents.serving.commands import LOGPROBS_MODE, SAMPLING_DEFAULTS
@@ -37,6 +37,7 @@ from marft_agents.serving.fields import Fields
 from marft_agents.serving.fleet import RETRY_AFTER_S, Fleet, unready
 from marft_agents.serving.health import monitoring_routes
 from marft_agents.serving.identity import caller_of, episode_of
+from marft_agents.serving.large import LARGE
 from marft_agents.serving.logs import log_swap, log_visit
 from marft_agents.serving.metrics import Metrics
 from marft_agents.serving.metrics_state import State
@@ -44,7 +45,7 @@ from marft_agents.serving.other_routes import other_routes
 from marft_agents.serving.passage import Observer, Passage
 from marft_agents.serving.recording import CHAT, TEXT, Recording, Watch, watched
 from marft_agents.serving.refusals import Refusal
-from marft_agents.serving.rewrite import StreamRewriter, on_the_wire, rewrite_json
+from marft_agents.serving.rewrite import StreamRewriter, rewrite_json, written
 from marft_agents.serving.supervisor import Supervisor
 from marft_agents.serving.swap import Swapper
 from marft_agents.serving.translation import Translation
@@ -197,7 +198,7 @@ class Gateway:
 
     async def _admitted(self, request: Request, path: str, ticket: Ticket) -> Response:
         data = await read_limited(request, self.settings.max_body, ticket.spend)
-        body, dropped = self.settings.fields.checked(path, parse_object(data))
+        body, dropped = self.settings.fields.checked(path, await read_object(data))
         if path in (CHAT, TEXT):
             self._require_may_speak(request, body, ticket.client)
             asked_at = self.fleet.replicas[0].upstream.url + CHAT
@@ -207,7 +208,8 @@ class Gateway:
         if dropped:
             watch.headers["X-Marft-Dropped-Fields"] = ",".join(dropped)
         try:
-            return await self._answer(request, ticket, path, body, watch)
+            large = len(data) > LARGE
+            return await self._answer(request, ticket, path, body, watch, large=large)
         except Refusal as refusal:
             watch.begin(refusal.status, {})
             watch.feed(bytes(refusal.response().body))
@@ -220,7 +222,14 @@ class Gateway:
             raise
 
     async def _answer(
-        self, request: Request, ticket: Ticket, path: str, body: dict[str, Any], watch: Watch
+        self,
+        request: Request,
+        ticket: Ticket,
+        path: str,
+        body: dict[str, Any],
+        watch: Watch,
+        *,
+        large: bool,
     ) -> Response:
         asked, episode = body.get("model"), episode_of(request)
         if not ticket.enter_at_once():
@@ -241,7 +250,8 @@ class Gateway:
         handed_over = False
         try:
             own = own_usage(body)
-            sent = on_the_wire(watch.outgoing(body) | {"model": route.name} | own)
+            asking = watch.outgoing(body) | {"model": route.name} | own
+            sent = await written(asking, large=large)
             response = await self._engines.send(request, path, sent, passage)
             passage.status = response.status_code
             headers = self._headers(response, route)

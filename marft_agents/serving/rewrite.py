@@ -7,13 +7,15 @@ changes only where it is the engine's name for the version.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from pydantic_core import PydanticSerializationError, to_json
 
 from marft_agents.recording.lines import Lines, parsed
 from marft_agents.recording.restoring import NOTHING, Restorer
 from marft_agents.schema import JsonDict
+from marft_agents.serving.large import to_json_piecewise
+from marft_agents.serving.threads import in_thread
 from marft_agents.serving.usage import StreamUsage, Told, tell_usage
 
 _EVENT_END = b"\n\n"
@@ -21,10 +23,15 @@ _MODEL, _USAGE = b'"model"', b'"usage"'
 _REASON, _GOES_ON = b'"finish_reason"', b'"finish_reason":null'
 
 
-def on_the_wire(body: JsonDict) -> bytes:
+async def written(body: JsonDict, *, large: bool) -> bytes:
+    """A request's body for the engine; of a ``large`` one in a thread."""
+    return await in_thread(on_the_wire, body, to_json_piecewise) if large else on_the_wire(body)
+
+
+def on_the_wire(body: JsonDict, write: Callable[[JsonDict], bytes] = to_json) -> bytes:
     """A request's body for the engine."""
     try:
-        return to_json(body)
+        return write(body)
     except PydanticSerializationError:  # half a surrogate pair
         return json.dumps(body).encode()
 
