@@ -293,13 +293,17 @@ class Gateway:
     # -- inside ----------------------------------------------------------------------------
 
     def _require_may_speak(self, request: Request, body: dict[str, Any], client: Client) -> None:
-        """Refuse to record a turn of an agent that the key is not for."""
+        """Refuse what the key is not for, before it begins an episode or a turn.
+
+        That is to speak as an agent, which would be recorded as its turn, or to ask one.
+        """
         if client.agents is None:
             return
         every = self.recording is not None and self.recording.all
         agent = caller_of(request, record_all=every).named(body.get("model")).agent
-        if agent is not None and not client.may_ask(agent):
-            raise _not_for(client, agent)
+        for name in (agent, body.get("model")):
+            if isinstance(name, str) and name and not client.may_ask(name):
+                raise _not_for(client, name)
 
     def _resolve(self, asked: Any, episode: str | None, client: Client) -> Route:
         named = isinstance(asked, str) and asked != ""

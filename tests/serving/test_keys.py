@@ -19,6 +19,7 @@ from marft_agents.serving.access_setup import check_access, make_access
 from marft_agents.serving.keys import Client, Keyring, read_keys
 from marft_agents.serving.refusals import Refusal
 from tests.serving.recording_kit import recording_stage
+from tests.serving.scraping import scrape_until
 from tests.serving.stage import OPERATOR_KEY, House, Stage, running_stage
 
 WEB, OPS, EYE = "web-0123456789abcdef", "ops-0123456789abcdef", "eye-0123456789abcdef"
@@ -226,6 +227,16 @@ def test_a_key_for_some_agents_cannot_log_turns_of_another(house: House) -> None
             )
             assert answer.status_code == expected
         assert [turn.agent for turn in desk.turns] == ["router"]
+        answer = desk.post(
+            "/episodes/e9/agents/router/v1/chat/completions",
+            {"model": "writer", "messages": []},
+            headers=key,
+        )
+        assert answer.status_code == 403
+        assert "X-Marft-Turn" not in answer.headers
+        assert {event.episode_id for event in desk.events} == {"e1"}, "nothing was asked"
+        assert [turn.error for turn in desk.turns] == [None]
+        scrape_until(desk.stage, lambda p: p.sum("marft_refusals_total", status=403) == 2)
         begun = desk.post("/episodes", {"id": "e2"}, headers=key).json()
         assert list(begun["base_urls"]) == ["router"]
         for path, body in (
