@@ -84,4 +84,9 @@ class Core:
 
     def new_id(self) -> str:
         """A fresh id, also where the given source of ids fails."""
-        return self.safety.attempt("make an id", self.ids) or random_id()
+        try:
+            made = self.ids()
+        except Exception as error:
+            self.safety.failed("make an id", error)
+            made = ""
+        return made or random_id()

@@ -29,6 +29,7 @@ from marft_agents.schema import JsonDict
 NOTHING: frozenset[str] = frozenset()
 _DONE = b"[DONE]"
 _LOOK = 64
+_LENGTH = b"content-length"
 _BOTH = frozenset({"token_ids", "logprobs"})
 
 
@@ -58,7 +59,7 @@ class Restorer:
         self._hides_both = self._hidden >= _BOTH
         self._served = served
         self._mark = b"" if hidden or served is None else served.encode()
-        self._names = _in_json(asked), _in_json(served)
+        self._names = (None, None) if asked is None else (_in_json(asked), _in_json(served))
         self._failed = failed
         self._held: list[Line] = []
         """Of an event in several lines, those that came."""
@@ -283,9 +284,24 @@ def restored_response(response: Any, content: bytes) -> Any:
     return built
 
 
+def _put_length(listed: list[tuple[bytes, bytes, bytes]], length: int) -> bool:
+    """Put it where the class of the headers keeps them (name, in lower case, value), if possible.
+
+    By its name, it would be found and set by reading all headers four times.
+    """
+    names = [lower for _, lower, _ in listed]
+    if names.count(_LENGTH) != 1 or b"content-encoding" in names:
+        return False
+    listed[names.index(_LENGTH)] = _LENGTH, _LENGTH, b"%d" % length
+    return True
+
+
 def set_length(response: Any, content: bytes | None) -> None:
     """Correct ``content-length``, which counts the body as sent; unknown, it is left out."""
     headers = response.headers
+    listed: Any = vars(headers).get("_list")
+    if content is not None and type(listed) is list and _put_length(listed, len(content)):
+        return
     if content is not None and "content-length" in headers and "content-encoding" not in headers:
         headers["content-length"] = str(len(content))
     else:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from marft_agents.recording import MarftRecorder
 from marft_agents.recording.lines import Lines
-from marft_agents.recording.restoring import Restorer
+from marft_agents.recording.restoring import Restorer, set_length
 from marft_agents.testing import InMemoryLog, Reply, stream_events
 from tests.recording.kit import ask
 from tests.recording.wire_kit import (
     ASKED,
     EVENTS,
+    HTTP,
     Answer,
     Wire,
     body_of,
@@ -233,3 +234,36 @@ def test_the_log_keeps_what_the_app_does_not_see() -> None:
     assert log.turns[0].token_ids == want["token_ids"]
     assert log.turns[0].logprobs == [t["logprob"] for t in want["logprobs"]["content"]]
     assert log.turns[0].trainable
+
+
+class _Closed:
+    """A response whose headers show nothing but their public side."""
+
+    class _Headers(HTTP.Headers):
+        __slots__ = ()
+
+        @property
+        def __dict__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+            return {}
+
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self.headers: Any = self._Headers(headers)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([b"Content-Length", b"content-length", b"Content-Encoding", b"X"]),
+            st.sampled_from([b"1", b"gzip", "\u00e9".encode()]),
+        ),
+        max_size=5,
+    ),
+    st.none() | st.binary(),
+)
+def test_a_length_is_corrected_alike_by_name_and_in_place(
+    headers: list[tuple[bytes, bytes]], content: bytes | None
+) -> None:
+    quick, slow = HTTP.Response(200, headers=headers), _Closed(headers)
+    set_length(quick, content)
+    set_length(slow, content)
+    assert quick.headers.raw == slow.headers.raw
