@@ -38,6 +38,9 @@ def test_offline_then_online_on_the_local_engine(
     for agent in AGENTS:
         assert (registry.versions(agent), registry.current(agent)) == ([1, 2, 3, 4], 4)
         assert [registry.manifest(agent, v).parent for v in (2, 3, 4)] == [1, 2, 3]
+    moves = [line for line in registry.audit() if line["action"] == "promote"]
+    assert [line["to"] for line in moves] == [2, 2, 3, 3, 4, 4], "the team moves together"
+    assert all("prepared" in line["evidence"] for line in moves)
     folders = sorted(path.name for path in (logs / "online").glob("*/*"))
     assert folders == ["iteration-0001", "iteration-0002"]
     for number, folder in enumerate(sorted((logs / "online").glob("*/*"))):
