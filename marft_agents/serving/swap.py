@@ -16,13 +16,13 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from marft_agents.errors import MarftError
 from marft_agents.registry import Change
-from marft_agents.registry.moving import Move
 from marft_agents.schema import adapter_slug
 from marft_agents.serving.aliases import Aliases, Route
 from marft_agents.serving.fleet import Fleet
@@ -284,32 +284,43 @@ class Swapper:
 
     async def _move(self, new: Route, change: Change, point: Callable[[], None]) -> Brought:
         """Bring it up, and meanwhile write what can be written; then move ``CURRENT`` and alias."""
-        preparing = asyncio.create_task(self._prepare(new, change))
+        found: Future[dict[str, Any]] = Future()
+        on_disk = partial(asyncio.get_running_loop().call_soon_threadsafe, point)
+        writing = asyncio.create_task(in_thread(self._write, new, change, found, on_disk))
         try:
             brought = await self._bring_up(new, partial(self._require_movable, new, change))
-        except BaseException:
+        except BaseException as error:
+            found.set_exception(error)
             with contextlib.suppress(StepError):
-                await in_thread(self.fleet.registry.discard_move, await preparing)
+                await writing
             raise
+        found.set_result(brought.evidence())
         try:
-            move, loop = await preparing, asyncio.get_running_loop()
-            on_disk = partial(loop.call_soon_threadsafe, point)
-            await in_thread(self._write, move, brought.evidence(), on_disk)
+            await writing
         except StepError:
             self._retire_unless_kept(new)
             raise
         return brought
 
-    async def _prepare(self, new: Route, change: Change) -> Move:
-        with step(new.name, "record", part="prepare"):
-            registry = self.fleet.registry
-            return await in_thread(registry.prepare_move, new.agent, new.version, change)
+    def _write(
+        self,
+        new: Route,
+        change: Change,
+        found: Future[dict[str, Any]],
+        on_disk: Callable[[], object],
+    ) -> None:
+        """Prepare the move, and when it was ``found`` that the version is up, move ``CURRENT``.
 
-    def _write(self, move: Move, evidence: dict[str, Any], on_disk: Callable[[], object]) -> None:
-        """Move ``CURRENT``, say that it is on disk, then wait for the line of the trail."""
+        Says that it is on disk, then waits for the line of the trail.
+        """
         registry = self.fleet.registry
-        with step(Route(move.agent, move.version).name, "record"):
-            registry.commit_move(move, evidence)
+        with step(new.name, "record", part="prepare"):
+            move = registry.prepare_move(new.agent, new.version, change)
+        if found.exception() is not None:  # waits
+            registry.discard_move(move)
+            return
+        with step(new.name, "record"):
+            registry.commit_move(move, found.result())
         on_disk()
         try:
             registry.finish_move(move)
