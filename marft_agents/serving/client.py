@@ -6,6 +6,7 @@ engine lists the adapter under that name from that very folder; it never replace
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from marft_agents.errors import ConfigError, ServerError
 from marft_agents.serving.calls import AnswerError, NoAnswerError, call, json_object, new_client
 
 _POLL_S = 0.25
+_GATEWAY_SAYS = ("ok", "degraded", "unavailable")
 _TOKEN_COUNTS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _KEYS = ("root", "parent")
 
@@ -120,6 +122,35 @@ class EngineClient:
             ServerError: when it does not, or does not answer.
         """
         self._call("GET", "/health", timeout_s=timeout_s)
+
+    def is_gateway(self) -> bool:
+        """Whether a gateway of ours answers here: no engine has its ``/ready``.
+
+        Raises:
+            ServerError: when there is no answer.
+        """
+        try:
+            told = self._call("GET", "/ready").text
+        except AnswerError as error:  # 503 while it is not ready
+            told = error.detail
+        try:
+            value: Any = json.loads(told)
+        except ValueError:
+            return False
+        status: Any = cast("Any", value).get("status") if isinstance(value, dict) else None
+        return status in _GATEWAY_SAYS
+
+    def loads_adapters(self) -> bool:
+        """Whether the engine has a route to load adapters; it is asked for nothing there.
+
+        Raises:
+            ServerError: when there is no answer.
+        """
+        try:
+            self._call("POST", "/v1/load_lora_adapter", {})
+        except AnswerError as error:
+            return error.status not in (404, 405)
+        return True
 
     def one_token(self, model: str, timeout_s: float) -> None:
         """Return when the engine has generated a token.

@@ -101,5 +101,5 @@ class Dispatch:
         except MarftError as error:
             raise unready(
                 f"the engine does not know {passage.route.name} and could not load it again:"
-                f" {error}"
+                f" {replica.upstream.masked(str(error))}"
             ) from error

@@ -39,6 +39,7 @@ from marft_agents.serving.health import monitoring_routes
 from marft_agents.serving.identity import caller_of, episode_of
 from marft_agents.serving.large import LARGE
 from marft_agents.serving.logs import log_swap, log_visit
+from marft_agents.serving.masking import masked_body
 from marft_agents.serving.metrics import Metrics
 from marft_agents.serving.metrics_state import State
 from marft_agents.serving.other_routes import other_routes
@@ -261,7 +262,9 @@ class Gateway:
                 upstream = passage.replica.upstream
                 if is_stream(response):
                     usage = StreamUsage(passage.counted, ours=bool(own))
-                    rewriter = StreamRewriter(route.name, str(asked), watch.hidden, usage)
+                    rewriter = StreamRewriter(
+                        route.name, str(asked), watch.hidden, usage, upstream.masked
+                    )
                     headers["X-Accel-Buffering"] = "no"
                     handed_over = passage.streamed = True
                     translation = Translation(passage, watch, rewriter, upstream.refusal)
@@ -274,6 +277,8 @@ class Gateway:
             watch.feed(content)
             watch.over()
             content = rewrite_json(content, route.name, str(asked), watch.hidden, passage.counted)
+            if response.status_code >= 400:
+                content = masked_body(content, upstream.masked)
             return Response(content, response.status_code, headers=headers)
         except Refusal as refusal:
             passage.status, passage.problem = refusal.status, refusal.message

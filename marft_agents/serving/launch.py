@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from marft_agents.errors import ConfigError, EngineError, MarftError
 from marft_agents.serving.client import EngineClient
 from marft_agents.serving.commands import LOOPBACK, EngineCommand
 from marft_agents.serving.engine_key import guarded
+from marft_agents.serving.foreign import is_without_lora, no_adapters, require_engine
 from marft_agents.serving.loader import Loader
 from marft_agents.serving.plan import Plan, Say, ServeSettings
 from marft_agents.serving.presets import replica_env, usable_cores
@@ -153,7 +155,10 @@ def _start_all(
             else:
                 wait_s = min(_WAIT_FOR_SERVER_S, settings.start_timeout_s)
                 say(f"asking the engine at {replica.upstream.url} (for {wait_s:.0f} s at most)")
-                replica.loader.client.wait_ready(wait_s)
+                client, began = replica.loader.client, time.monotonic()
+                client.wait_healthy(wait_s)
+                require_engine(client)
+                client.warm_up(max(1.0, wait_s - (time.monotonic() - began)))
             _load(replica, plan, say, alone=len(replicas) == 1)
         except BaseException as error:  # raised below, in the thread that waits
             errors[replica.name] = error
@@ -184,6 +189,9 @@ def _load(replica: Replica, plan: Plan, say: Say, *, alone: bool) -> None:
         try:
             report = loader.bring_up(route.agent, route.version)
         except MarftError as error:
+            if is_without_lora(error):
+                url = replica.upstream.url
+                raise ConfigError(no_adapters(url, "it says that LoRA is not enabled")) from error
             older = f"marft-agents swap {route.agent} --version N --offline"
             raise EngineError(f"{error}; to go back to another version: {older}") from error
         where = "" if alone else f"{replica.name}: "

@@ -50,7 +50,8 @@ class Replica:
 
     def become(self, state: State, reason: str | None = None, detail: str | None = None) -> None:
         """Go into a state; clients may learn the ``reason``, only operators the ``detail``."""
-        was, self.state, self.reason, self.detail = self.state, state, reason, detail
+        was, self.state, self.detail = self.state, state, detail
+        self.reason = None if reason is None else self.upstream.masked(reason)
         if state != "ready":  # what comes back may be another engine
             self.loader.proofs.forget()
         if state != was:

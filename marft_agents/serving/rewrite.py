@@ -15,11 +15,13 @@ from marft_agents.recording.lines import Lines, parsed
 from marft_agents.recording.restoring import NOTHING, Restorer
 from marft_agents.schema import JsonDict
 from marft_agents.serving.large import to_json_piecewise
+from marft_agents.serving.masking import Mask, masked_events, masking
 from marft_agents.serving.threads import in_thread
 from marft_agents.serving.usage import StreamUsage, Told, tell_usage
 
 _EVENT_END = b"\n\n"
 _MODEL, _USAGE = b'"model"', b'"usage"'
+_ERROR = b'"error"'
 _REASON, _GOES_ON = b'"finish_reason"', b'"finish_reason":null'
 
 
@@ -57,7 +59,8 @@ def rewrite_json(
 class StreamRewriter:
     """Rewrites an event stream line by line; only an unfinished line is held back.
 
-    ``usage`` reads the usage on the way, and may hold the last chunk until it is there.
+    ``usage`` reads the usage on the way, and may hold the last chunk until it is there. Events that
+    tell of an error are ``masked``.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class StreamRewriter:
         asked: str,
         hidden: Collection[str] = NOTHING,
         usage: StreamUsage | None = None,
+        masked: Mask | None = None,
     ) -> None:
+        self._masked = masked or masking(None)
         self._lines = Lines()
         self._restorer = Restorer(asked, hidden, served=engine_name)
         self._usage = usage or StreamUsage(_ignored, ours=False)
@@ -78,17 +83,19 @@ class StreamRewriter:
         if alike is not None and self._usage.idle and (renamed := alike.renamed(chunk)):
             return renamed
         seen = self._restorer.lines(self._usage.take(self._lines.feed(chunk)))
+        seen = masked_events(seen, self._masked)
         if alike is not None:
             alike.look(chunk, seen, whole=not self._lines.rest())
         return seen
 
     def broken(self) -> bytes:
         """What was held back, when the engine has broken off."""
-        return self._restorer.lines(self._usage.end())
+        return masked_events(self._restorer.lines(self._usage.end()), self._masked)
 
     def end(self) -> bytes:
         """What is left to see when nothing more comes."""
-        return self._restorer.end(self._usage.end(self._lines.rest()))
+        rest = self._restorer.end(self._usage.end(self._lines.rest()))
+        return masked_events(rest, self._masked)
 
 
 class _Alike:
@@ -96,8 +103,8 @@ class _Alike:
 
     Where an object begins as another one did up to the end of its model's name, that name stands
     in the same place. Whatever could make a difference is left to be read: another ``model``, the
-    end of a choice, the usage, a chunk that does not end with an event. That the rest is JSON is
-    not looked at.
+    end of a choice, the usage, an error, a chunk that does not end with an event. That the rest is
+    JSON is not looked at.
     """
 
     def __init__(self, served: str, asked: str) -> None:
@@ -119,6 +126,7 @@ class _Alike:
             and chunk.endswith(_EVENT_END)
             and chunk.count(_MODEL) == chunk.count(b"\n" + before) + 1
             and _USAGE not in chunk
+            and _ERROR not in chunk
             and chunk.count(_REASON) == chunk.count(_GOES_ON)
         )
         return chunk.replace(before, after) if alike else None

@@ -16,6 +16,7 @@ from starlette.types import Receive
 
 from marft_agents.serving.calls import KEEPALIVE_S, tls
 from marft_agents.serving.client import root_url
+from marft_agents.serving.masking import masking
 from marft_agents.serving.pool import Pool
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.wire import Answer, BadReplyError
@@ -49,6 +50,8 @@ class Upstream:
         self.url = root_url(url)
         self.death = death
         self._key = api_key
+        self.masked = masking(api_key)
+        """A text of the engine's without secrets, its key among them."""
         self._read_timeout_s = read_timeout_s
         self._pool: Pool | None = None
         self._heads: dict[str, bytes] = {}

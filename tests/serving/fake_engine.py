@@ -312,11 +312,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "no such route")
 
     def _load(self, body: dict[str, Any]) -> None:
-        fake, name, path = self.fake, body["lora_name"], body["lora_path"]
+        fake, name, path = self.fake, body.get("lora_name"), body.get("lora_path")
         if fake.faults.hang_loads:
             fake.release.wait(30)
             return
-        if name in fake.adapters:
+        if not (name and path) or name in fake.adapters:
             self._error(400, f"The lora adapter '{name}' has already been loaded.")
         elif not (Path(path) / "adapter_config.json").exists():
             self._error(404, f"No adapter found for {path}")
