@@ -88,6 +88,38 @@ def test_a_log_that_fell_asleep_is_woken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sink.close() and len(log.events) == 3
 
 
+class _Furious(Safety):
+    """Even saying what went wrong goes wrong."""
+
+    def warn_once(self, key: object, message: str) -> None:
+        raise SystemExit(message)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_log_whose_thread_has_died_is_written_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_LINGER_S", 0.0)
+    log = GatedLog()
+    log.gate.set()
+    sink, written = Sink(log, _Furious()), InMemoryLog.write
+    died = threading.Event()
+
+    def dies(self: InMemoryLog, event: Event) -> None:
+        monkeypatch.setattr(InMemoryLog, "write", written)
+        writers.append(threading.current_thread())
+        died.set()
+        raise KeyboardInterrupt
+
+    writers: list[threading.Thread] = []
+    monkeypatch.setattr(InMemoryLog, "write", dies)
+    sink.put(_human("lost"))
+    assert died.wait(10)
+    writers[0].join(10)
+    log.writing.clear()
+    sink.put(_human("kept"))
+    assert log.writing.wait(10), "written without anybody asking"
+    assert sink.close() and [e.text for e in log.of(HumanEvent)] == ["kept"]
+
+
 def test_a_disk_that_hangs_costs_the_newest_events_and_never_the_app(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
