@@ -15,6 +15,7 @@ from marft_agents.recording.answer import Answer
 from marft_agents.recording.call import Call
 from marft_agents.recording.clean import stored_messages
 from marft_agents.recording.episode import describe_error
+from marft_agents.recording.headers import by_name, decoded, keys_of
 from marft_agents.recording.jsontext import JsonObject, mapping
 from marft_agents.recording.lines import Lines
 from marft_agents.recording.linking import Links
@@ -31,7 +32,6 @@ _EVENT_END = b"\n\n"
 _RETRIED = frozenset({408, 409, 429})
 REFUSALS = frozenset({400, 422})
 """Statuses with which servers refuse fields that they do not know."""
-_KEY_HEADERS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 _SHORTEST_KEY = 6
 
 
@@ -60,13 +60,11 @@ class Exchange:
         self.base_url = str(request.url).partition("?")[0].removesuffix(CHAT_PATH)
         self.verdict: Verdict | None = None
         self.status: int | None = None
-        self.streaming = False
-        self.closed = False
+        self.streaming = self.closed = False
         self.size = len(request.content)
         """Bytes that this holds, roughly."""
         self.started = self.ended = time.perf_counter()
-        self._tagged = tagged
-        self._request = request
+        self._tagged, self._request = tagged, request
         self._headers: dict[bytes, bytes] = {}
         """Of the response; a copy, as the app may change them."""
         self._hidden = NOTHING
@@ -80,7 +78,7 @@ class Exchange:
         self._cut: str | None = None
         self._unreadable = self._looked = False
         self._fed: float | None = None
-        self._keys = _keys(request)
+        self._keys = keys_of(request.headers)
         for key in self._keys:
             call.episode.core.safety.hide(key)
 
@@ -147,7 +145,7 @@ class Exchange:
 
     def response_header(self, name: str) -> str | None:
         value = self._headers.get(name.encode())
-        return None if value is None else _decoded(value)
+        return None if value is None else decoded(value)
 
     # -- request ------------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class Exchange:
     def begin(self, status: int, headers: Any) -> None:
         """The answer begins: what came before its body."""
         self.status = status
-        self._headers = _headers(headers)
+        self._headers = by_name(headers)
         kind = self._headers.get(b"content-type", b"").lower()
         asked = bool(self.request_body.get("stream"))
         self.streaming = self.answered and (
@@ -382,26 +380,6 @@ class Exchange:
             f"marft-agents: replies to agent {agent!r} from {self.base_url} carry no {missing}, so"
             f" its turns are logged but cannot be trained on; {why}; {cure}",
         )
-
-
-def _keys(request: Any) -> list[str]:
-    """What the headers of a request hold of keys."""
-    return [_decoded(v) for k, v in request.headers.raw if k.lower() in _KEY_HEADERS]
-
-
-def _headers(headers: Any) -> dict[bytes, bytes]:
-    """A response's headers by their names in lower case."""
-    raw = getattr(headers, "raw", None)
-    if raw is None:
-        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-    return {k.lower(): v for k, v in raw}
-
-
-def _decoded(text: bytes) -> str:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return text.decode("latin-1")
 
 
 def _sent_messages(messages: Any) -> list[JsonDict]:

@@ -108,8 +108,7 @@ class Sink:
         self._kept: deque[Event] = deque()
         self._held = self._held_borders = 0
         self._dropped: Counter[str] = Counter()
-        self._accepted = 0
-        self._handled = 0
+        self._accepted = self._handled = 0
         self._wanted = 0
         """How many events somebody waits for."""
         self._batch = 0
@@ -250,7 +249,7 @@ class Sink:
         try:
             self._write_all()
         finally:
-            with self._changed:  # nobody may be left to close this recorder
+            with self._changed:
                 if self._thread is threading.current_thread():
                     self._thread = None
 
