@@ -217,6 +217,8 @@ class Connection(asyncio.Protocol):
         body: dict[str, Any] = json.loads(data)
         if path in (b"/v1/chat/completions", b"/v1/completions"):
             self._generate(body)
+        elif path == b"/v1/load_lora_adapter" and "lora_name" not in body:
+            self._send(b"{}", b"400 Bad Request")  # whether there is such a route at all
         elif path == b"/v1/load_lora_adapter":
             known = body["lora_name"] in engine.adapters
             engine.adapters.setdefault(body["lora_name"], body["lora_path"])
