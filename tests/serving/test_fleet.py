@@ -177,7 +177,7 @@ def test_a_replica_whose_adapter_fails_its_probe_stays_out(house: House) -> None
 
 
 def test_with_no_replica_ready_requests_and_swaps_say_why(house: House) -> None:
-    with running_stage(house, replicas=2) as stage:
+    with running_stage(house, replicas=2, pace=LOOK_OFTEN) as stage:
         for engine in stage.engines:
             _kill(engine)
         first = stage.chat()
