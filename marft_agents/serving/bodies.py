@@ -1,8 +1,7 @@
 """Request bodies, read within limits.
 
 Invariant: a body is refused as soon as it is known to be too large, too slow or nested too deeply;
-what is accepted is one JSON object that every parser reads alike. Reading a large one holds up
-nobody else's stream.
+what is accepted is one JSON object that every parser reads alike. A large one is read in a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NoReturn, cast
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from marft_agents.serving.large import LARGE, MOST_PIECES, PiecewiseDecoder
+from marft_agents.serving.large import LARGE
 from marft_agents.serving.refusals import Refusal
 from marft_agents.serving.stepping import Done, begin
 from marft_agents.serving.threads import in_thread
@@ -93,12 +92,11 @@ def parse_object(data: bytes) -> dict[str, Any]:
         Refusal: 400 for anything else, and for one that would take too much work.
     """
     openers = sum(map(data.count, _OPENERS))
-    commas = data.count(b",") if len(data) > LARGE else 0
-    if commas > 4 * MAX_VALUES or openers > MAX_VALUES:
+    many = len(data) > 4 * MAX_VALUES and data.count(b",") > 4 * MAX_VALUES
+    if many or openers > MAX_VALUES:
         raise Refusal(400, f"the request body holds more than {MAX_VALUES} JSON values")
     try:
-        piecewise = len(data) > LARGE and commas < MOST_PIECES
-        body: Any = (_PIECEWISE if piecewise else _DECODER).decode(data.decode())
+        body: Any = _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "the request body is no valid JSON") from error
     if not isinstance(body, dict):
@@ -113,7 +111,6 @@ def _no_number(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
-_PIECEWISE = PiecewiseDecoder(2, _no_number)
 
 
 def _too_deep(body: object) -> bool:
