@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from marft_agents.recording.events import StreamReader
+from marft_agents.recording.events import StreamReader, read_plain
 from marft_agents.recording.lines import Lines
 from marft_agents.recording.reply import Reply, completion
 from marft_agents.testing import Reply as Scripted
@@ -211,3 +213,55 @@ def test_ids_that_are_no_numbers_are_none() -> None:
     reader = StreamReader()
     reader.take(Lines().feed(stream([_delta({"content": "a"}, token_ids=["1", None]), END])))
     assert reader.reply.choices[0].token_ids == [2] and reader.reply.choices[0].gap
+
+
+# -- many at a time ----------------------------------------------------------------------------
+
+_ODD = st.sampled_from(
+    [
+        *(None, "", "x", 0, 1, 0.0, True, [], {}, [None], ["a"], [1, True], {"a": 1}, [{}], [[]]),
+        *([{"logprob": value}] for value in ("0.5", 10**400, None)),
+    ]
+)
+_PLACES: list[list[Any]] = [
+    ["id"], ["model"], ["usage"], ["error"], ["prompt_token_ids"], ["choices"], ["choices", 0],
+    *(["choices", 0, name] for name in ("index", "delta", "token_ids", "logprobs")),
+    ["choices", 0, "finish_reason"],
+    *(["choices", 0, "delta", name] for name in ("content", "role", "reasoning", "tool_calls")),
+    *(["choices", 0, "delta", name] for name in ("function_call", "refusal", "audio", "other")),
+    ["choices", 0, "logprobs", "content"],
+]  # fmt: skip
+
+
+def _chunk(number: int) -> dict[str, Any]:
+    logprobs = {"content": [{"token": "t", "logprob": -0.5 * number}]}
+    choice = {"index": 0, "delta": {"content": f"w{number} "}, "finish_reason": None}
+    choice |= {"token_ids": [number], "logprobs": logprobs}
+    return {"id": "r", "model": "m", "choices": [choice]}
+
+
+def _changed(chunk: dict[str, Any], place: list[Any], value: Any) -> dict[str, Any]:
+    at: Any = chunk
+    for name in place[:-1]:
+        at = at[name]
+    at[place[-1]] = value
+    return chunk
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.dictionaries(st.integers(0, 7), st.tuples(st.sampled_from(_PLACES), _ODD)))
+def test_events_read_many_at_a_time_are_those_read_one_by_one(odd: dict[int, Any]) -> None:
+    chunks = [_changed(_chunk(i), *odd[i]) if i in odd else _chunk(i) for i in range(8)]
+    together, data = StreamReader(), stream(chunks, done=False)
+    together.take_next(data)
+    alone = _read(data, len(data))
+    assert repr(together.reply) == repr(alone)  # nan is not equal to itself
+
+
+def test_most_events_are_read_many_at_a_time() -> None:
+    chunks: list[Any] = [_chunk(i) for i in range(5)]
+    assert read_plain(Reply(streamed=True), chunks, 0) == 0  # who answers is not known yet
+    reader = StreamReader()
+    reader.take_next(stream(chunks[:1], done=False))
+    assert read_plain(reader.reply, chunks, 1) == 4
+    assert reader.reply.choices[0].text == "w0 w1 w2 w3 w4 "
