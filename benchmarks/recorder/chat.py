@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -36,20 +37,30 @@ INFO = ModelInfo(
 )  # fmt: skip
 Wrap = Callable[[Any], Any]
 Finish = Callable[[], object]
+"""Returns when everything is written."""
+Noted = Callable[[], int]
+"""How many model calls the tool wrote down."""
+Tool = tuple[Wrap, Finish, Noted]
 
 
-def _plain(folder: Path) -> tuple[Wrap, Finish]:
-    return lambda team: team, lambda: None
+def _plain(folder: Path) -> Tool:
+    return lambda team: team, lambda: None, lambda: 0
 
 
-def _marft(folder: Path) -> tuple[Wrap, Finish]:
+def _marft(folder: Path) -> Tool:
     from marft_agents import MarftRecorder
+    from marft_agents.log import LogReader
+    from marft_agents.schema import Turn
 
     recorder = MarftRecorder(folder / "logs")
-    return recorder.wrap, recorder.close
+
+    def noted() -> int:
+        return sum(isinstance(event, Turn) for event, _ in LogReader(folder / "logs").events())
+
+    return recorder.wrap, recorder.close, noted
 
 
-def _mlflow(folder: Path) -> tuple[Wrap, Finish]:
+def _mlflow(folder: Path) -> Tool:
     import mlflow as module  # pyright: ignore[reportMissingImports] only where this runs
 
     mlflow: Any = module
@@ -57,11 +68,19 @@ def _mlflow(folder: Path) -> tuple[Wrap, Finish]:
     mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     mlflow.set_experiment("chat")
     mlflow.autogen.autolog()
-    return lambda team: team, lambda: mlflow.flush_trace_async_logging(terminate=True)
+
+    def finish() -> None:
+        mlflow.flush_trace_async_logging(terminate=True)
+
+    def noted() -> int:
+        with sqlite3.connect(folder / "mlflow.db") as database:
+            (calls,) = database.execute("SELECT count(*) FROM spans WHERE type = 'LLM'").fetchone()
+        return calls
+
+    return lambda team: team, finish, noted
 
 
-def _opentelemetry(folder: Path) -> tuple[Wrap, Finish]:
-    from opentelemetry import trace
+def _opentelemetry(folder: Path) -> Tool:
     from opentelemetry.instrumentation.openai import (  # pyright: ignore[reportMissingImports]
         OpenAIInstrumentor,
     )
@@ -71,17 +90,20 @@ def _opentelemetry(folder: Path) -> tuple[Wrap, Finish]:
     file = (folder / "spans.json").open("w", encoding="utf-8")
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=file)))
-    trace.set_tracer_provider(provider)
+    # Not the provider of the whole process: AutoGen would write spans of its own to that one.
     OpenAIInstrumentor().instrument(tracer_provider=provider)
 
     def finish() -> None:
         provider.shutdown()
         file.close()
 
-    return lambda team: team, finish
+    def noted() -> int:
+        return (folder / "spans.json").read_text().count('"name": "openai.chat"')
+
+    return lambda team: team, finish, noted
 
 
-START: dict[str, Callable[[Path], tuple[Wrap, Finish]]] = dict(
+START: dict[str, Callable[[Path], Tool]] = dict(
     zip(TOOLS, (_plain, _marft, _mlflow, _opentelemetry), strict=True)
 )
 
@@ -117,7 +139,7 @@ async def play(team: RoundRobinGroupChat) -> list[float]:
 
 
 async def measure(tool: str, url: str, chats: int, folder: Path, stream: bool) -> dict[str, Any]:
-    wrap, finish = START[tool](folder)
+    wrap, finish, noted = START[tool](folder)
     times: list[float] = []
     for _ in range(WARM_CHATS):
         await play(wrap(team_of(url, stream)))
@@ -125,10 +147,13 @@ async def measure(tool: str, url: str, chats: int, folder: Path, stream: bool) -
     for _ in range(chats):
         times += await play(wrap(team_of(url, stream)))
     finish()
+    cpu = time.process_time() - cpu
     return {
         "turns": len(times),
         "seconds": times,
-        "cpu_s_per_turn": (time.process_time() - cpu) / (chats * TURNS),
+        "cpu_s_per_turn": cpu / (chats * TURNS),
+        "calls": (WARM_CHATS + chats) * TURNS,
+        "noted": noted(),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "written_bytes": sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()),
         "versions": {name: version(name) for name in

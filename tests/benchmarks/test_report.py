@@ -194,11 +194,11 @@ def test_the_committed_page_is_the_one_that_the_results_give(tmp_path: Path) -> 
 def test_what_a_tool_adds_is_the_difference_to_the_plain_run_of_its_repeat() -> None:
     def run(tool: str, repeat: int, p50: float) -> dict[str, Any]:
         kind = {"tool": tool, "stream": False, "repeat": repeat, "chats": 2, "delay_ms": 20}
-        kind |= {"written_bytes": 50_000}
+        kind |= {"written_bytes": 50_000, "calls": 20, "noted": 5}
         return kind | {"p50_ms": p50, "p99_ms": 2 * p50, "cpu_s_per_turn": p50 / 1e3}
 
     plain = [run("plain", n, p50) for n, p50 in enumerate((1.0, 2.0, 5.0))]
     tool = [run("mlflow", n, p50) for n, p50 in enumerate((2.5, 3.0, 5.5))]
     (row,) = [line for line in adding([*plain, *tool]) if line.startswith("| MLflow")]
     assert "| whole, after 20 ms | +1.00 (+0.50 to +1.50) | +2.00 (+1.00 to +3.00) |" in row
-    assert row.endswith("| 50 | 3 |")
+    assert row.endswith("| 25% | 50 | 3 |")
