@@ -30,6 +30,7 @@ ENGINES = {
 }
 LEAST_SHARE, MOST_ADDED_MS = 0.97, 2.0
 """What the gateway is to keep to."""
+USUAL_CLIENTS = (1, 16, 64, 256)
 _BUSY = 0.8
 _HEAD = [
     "| asked by | server | requests/s | of the engine's | p50, ms | added | p99, ms | first token"
@@ -206,12 +207,16 @@ def _words(records: Sequence[Record]) -> str:
     below = [row.name for row in ours if median(row.share) < LEAST_SHARE]
     late = [row.name for row in ours if median(row.added) > MOST_ADDED_MS]
     behind = [r.name for r in ours if r.name in other and r.per_s < other[r.name].per_s]
+    met = {(row.kind, row.clients) for row in ours}
+    usual = [(kind, n) for kind in ("whole", "streamed") for n in USUAL_CLIENTS]
+    left = [Row(kind, n, 0, "").name for kind, n in usual if (kind, n) not in met]
     return (
         f"{min(load):.0f} to {max(load):.0f} processes wanted to run meanwhile, these among them."
         f" The clients took more than {_BUSY:.0%} of a core, so that they may have been the"
         f" bottleneck: {_listed(busy)}. Below {LEAST_SHARE:.0%} of the engine's requests a second:"
         f" {_listed(below)}. More than {MOST_ADDED_MS:g} ms added at the median: {_listed(late)}."
         f" Fewer requests a second than LiteLLM's proxy: {_listed(behind)}."
+        f" Not measured: {_listed(left)}."
     )
 
 
