@@ -154,3 +154,9 @@ def test_an_error_in_a_stream(together: bool) -> None:
     assert [t["model"] for t in told[:-1]] == ["router"] * 5
     assert told[4]["choices"][0]["delta"]["content"] == f'"error" {SECRET}'
     assert told[5]["error"]["message"].startswith("[redacted:")
+
+
+def test_half_a_surrogate_pair_beside_a_secret() -> None:
+    content = rb'{"error": "\ud800 open sesame"}'
+    assert json.loads(masked_body(content, masking("open sesame")))["error"].startswith("\ud800 ")
+    assert b"open sesame" not in masked_body(content, masking("open sesame"))
