@@ -62,7 +62,7 @@ def test_only_the_episodes_of_a_dead_replica_move_and_they_come_back(house: Hous
         stage.engines[1].start()
         stage.wait(lambda: stage.states == ["ready"] * 3)
         assert _homes(stage, episodes) == homes
-        assert "engine-1 takes requests" in stage.said
+        stage.wait(lambda: "engine-1 takes requests" in stage.said)
 
 
 def test_without_an_episode_the_least_busy_answers(house: House) -> None:

@@ -71,10 +71,12 @@ class Watched:
     supervisor: Supervisor
 
     async def wait_ready(self, restarts: int) -> None:
+        """Until it takes requests, and the operator was told so (which is a moment later)."""
         async with asyncio.timeout(10):
             while True:
                 status = self.fleet.status()[0]
-                if (status.state, status.restarts) == ("ready", restarts):
+                told = not restarts or self.said[-1:] == ["engine-0 takes requests"]
+                if (status.state, status.restarts) == ("ready", restarts) and told:
                     return
                 await asyncio.sleep(0.01)
 
