@@ -1,11 +1,12 @@
 """What recording adds to a model call, beside MLflow's autologging and OpenTelemetry's.
 
-    python -m benchmarks.recorder.latency [--chats 60] [--repeats 5] [--delay 20]
+    python -m benchmarks.recorder.latency [--repeats 3] [--pairs 8] [--delay 20]
 
-Invariant: every measurement is a process of its own on the same scripted server; tools take turns,
-in an order that moves on with each repeat. What a tool adds is its repeat's figure minus that of
-the plain application in the same repeat. The tools live in an environment of their own
-(``.venv-runtimes/bench-recorder``), because MLflow pins much.
+Invariant: every measurement is a process of its own on the same scripted server, in which blocks
+with the tool and without alternate (``benchmarks.recorder.chat``); what a tool adds is a block's
+figure minus that of the block beside it. Tools take turns, in an order that moves on with each
+repeat, and one of them is none at all: what is measured of it is the noise. The tools live in an
+environment of their own (``.venv-runtimes/bench-recorder``), because MLflow pins much.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.recorder.latency_report import paired
 from benchmarks.records import Record, Results, load_now, machine
 from benchmarks.stats import median
 from tools.runtimes import environment
 
 RESULTS = Path("benchmarks/recorder/results/latency.jsonl")
-KEY = ("tool", "stream", "repeat", "chats", "delay_ms")
-TOOLS = ("plain", "marft-agents", "mlflow", "opentelemetry")
+KEY = ("tool", "stream", "repeat", "pairs", "chats", "delay_ms")
+TOOLS = ("nothing", "marft-agents", "mlflow", "opentelemetry")
+BLOCK_S = 1.5
+"""About how long a block lasts: much longer than tools wait before they write what they noted."""
+TURN_S = {False: 0.007, True: 0.03}
+"""About what a turn takes without any delay, whole and streamed."""
 
 
 @contextmanager
@@ -41,25 +47,28 @@ def server(delay_ms: int = 0) -> Generator[str]:
         process.wait()
 
 
-def measure(python: Path, tool: str, url: str, chats: int, *, stream: bool) -> Record:
-    """One process's measurement: quantiles over its turns."""
+def chats_of(delay_ms: int, *, stream: bool) -> int:
+    """How many chats of ten turns make a block."""
+    return max(2, round(BLOCK_S / (delay_ms / 1e3 + TURN_S[stream]) / 10))
+
+
+def measure(python: Path, tool: str, url: str, pairs: int, chats: int, *, stream: bool) -> Record:
+    """One process's measurement: figures of each of its blocks."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(python), "-m", "benchmarks.recorder.chat", tool, url, str(chats), folder]
+        numbers = [str(pairs), str(chats)]
+        command = [str(python), "-m", "benchmarks.recorder.chat", tool, url, *numbers, folder]
         done = subprocess.run(
             [*command, *(["--stream"] if stream else [])], capture_output=True, text=True
         )
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed:\n{done.stderr[-3000:]}")
-    record: Record = json.loads(done.stdout.strip().splitlines()[-1])
-    ordered = sorted(record.pop("seconds"))
-    p50, p99 = median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return record | {"p50_ms": 1e3 * p50, "p99_ms": 1e3 * p99, "load": load_now()}
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"load": load_now()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--chats", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=8, help="blocks of either kind a process")
     parser.add_argument("--delay", type=int, default=20, help="milliseconds before each answer")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -67,17 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with server(options.delay) as url:
         for repeat in range(options.repeats):
             for stream in (False, True):
+                chats = chats_of(options.delay, stream=stream)
                 turn = repeat % len(TOOLS)
                 for tool in TOOLS[turn:] + TOOLS[:turn]:
                     key = {"tool": tool, "stream": stream, "repeat": repeat}
-                    key |= {"chats": options.chats, "delay_ms": options.delay}
+                    key |= {"pairs": options.pairs, "chats": chats, "delay_ms": options.delay}
                     if results.has(key):
                         continue
-                    record = measure(python, tool, url, options.chats, stream=stream)
+                    record = measure(python, tool, url, options.pairs, chats, stream=stream)
                     results.add(key | record | {"machine": machine()})
-                    print(f"{tool:14} stream={stream!s:5} repeat {repeat}:"
-                          f" p50 {record['p50_ms']:.3f} ms, p99 {record['p99_ms']:.3f} ms,"
-                          f" processor {1e3 * record['cpu_s_per_turn']:.3f} ms a turn",
+                    added = median([a - b for a, b in paired(record, "p50_ms")])
+                    print(f"{tool:14} stream={stream!s:5} repeat {repeat}: {added:+.3f} ms at p50",
                           flush=True)  # fmt: skip
 
 

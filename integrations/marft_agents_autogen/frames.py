@@ -8,7 +8,7 @@ foreign context, so the context alone decides only where AutoGen names no team t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,8 +57,10 @@ class _Entered:
             self._speaking.__exit__(None, None, None)
             self._speaking = None
         self._episode.__exit__(None, None, None)
-        with suppress(ValueError):  # a generator that nobody read to its end is closed elsewhere
+        try:
             _PLACE.reset(self._token)
+        except ValueError:
+            """A generator that nobody read to its end is closed elsewhere."""
 
 
 class Frame:

@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, cast
 
-from autogen_agentchat.base import ChatAgent, Team
-from autogen_core.models import ChatCompletionClient
-
 from marft_agents.recording import ConfigError
 from marft_agents_autogen.client import RecordingClient, not_recorded, recorder_of, stood_for
+from marft_agents_autogen.kinds import is_client, is_member
 from marft_agents_autogen.sdk import capture_sdk, from_openai, is_sdk
 from marft_agents_autogen.seats import Binding, Seat
 
@@ -23,7 +21,7 @@ from marft_agents_autogen.seats import Binding, Seat
 def patch_clients(holder: Any, seat: Seat, binding: Binding) -> None:
     """Record every model client among the attributes of ``holder``, once."""
     for name, value in _attributes(holder).items():
-        if isinstance(value, ChatCompletionClient):
+        if is_client(value):
             _stand_in(holder, name, value, seat, binding)
         elif isinstance(value, list | dict):
             if _fill(cast("Any", value), seat):
@@ -37,7 +35,7 @@ def patch_clients(holder: Any, seat: Seat, binding: Binding) -> None:
 def _helper(value: Any, seat: Seat, binding: Binding) -> None:
     """An object of the app around a client; others may hold it, too, or it may be frozen."""
     for name, client in _attributes(value).items():
-        if isinstance(client, ChatCompletionClient):
+        if is_client(client):
             with suppress(Exception):  # said when the agent answers and no call was seen
                 weakref.ref(value)
                 _stand_in(value, name, client, seat, binding, shared=True)
@@ -47,13 +45,13 @@ def _attributes(holder: Any) -> dict[str, Any]:
     """What an object has, and the clients that its class gives it."""
     found: dict[str, Any] = {}
     for base in reversed(type(holder).__mro__):
-        found |= {n: v for n, v in vars(base).items() if isinstance(v, ChatCompletionClient)}
+        found |= {n: v for n, v in vars(base).items() if is_client(v)}
     return found | vars(holder)
 
 
 def _of_the_same_code(value: Any, holder: Any) -> bool:
     """Whether a plain object comes from the package that the app's own ``holder`` comes from."""
-    if isinstance(value, type | ChatAgent | Team) or not hasattr(value, "__dict__"):
+    if isinstance(value, type) or is_member(value) or not hasattr(value, "__dict__"):
         return False
     root = type(holder).__module__.split(".")[0]
     return not root.startswith("autogen_") and type(value).__module__.split(".")[0] == root
@@ -71,7 +69,7 @@ def _stand_in(
 def patch_manager(manager: Any, seat: Seat, binding: Binding) -> None:
     """Record a group chat manager, which may hold a stand-in that its team gave it."""
     for name, value in list(vars(manager).items()):
-        if isinstance(value, ChatCompletionClient) and not_recorded(value) is None:
+        if is_client(value) and not_recorded(value) is None:
             setattr(manager, name, stood_for(value))
     patch_clients(manager, seat, binding)
 
@@ -87,7 +85,7 @@ def _fill(container: Any, seat: Seat) -> bool:
     """Stand-ins for the clients in a list or dict; whether there were any."""
     found = False
     for place, value in _places(container):
-        client = not_recorded(value) if isinstance(value, ChatCompletionClient) else None
+        client = not_recorded(value) if is_client(value) else None
         if client is not None:
             capture_sdk(seat, client)
             container[place] = RecordingClient(client, seat, shared=True)

@@ -6,20 +6,26 @@ be uncaptured when it answers, not here.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from autogen_core.models import ChatCompletionClient
-
 from marft_agents.recording import Claim
+from marft_agents_autogen.kinds import is_client
 from marft_agents_autogen.seats import Seat
 
 
 def from_openai(obj: Any) -> bool:
     """Whether a class of the openai SDK is among the bases of ``obj``; asks nothing of ``obj``."""
-    return any(base.__module__.split(".")[0] == "openai" for base in type(obj).__mro__)
+    return _of_openai(type(obj))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_openai(kind: type[Any]) -> bool:
+    """Asked per class: before each run, every attribute of every agent is looked at."""
+    return any(base.__module__.split(".")[0] == "openai" for base in kind.__mro__)
 
 
 def is_sdk(obj: Any) -> bool:
@@ -41,7 +47,7 @@ def sdk_clients(client: Any, depth: int = 0) -> Iterator[Any]:
         for inner in held:
             if from_openai(inner) and is_sdk(inner):
                 yield inner
-            elif isinstance(inner, ChatCompletionClient):
+            elif is_client(inner):
                 yield from sdk_clients(inner, depth + 1)
 
 

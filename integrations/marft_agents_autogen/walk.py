@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from autogen_agentchat.agents import AssistantAgent, CodeExecutorAgent, SocietyOfMindAgent
-from autogen_agentchat.base import ChatAgent, Team
+from autogen_agentchat.base import Team
 from autogen_agentchat.teams import SelectorGroupChat, Swarm
 
 from marft_agents.recording import ConfigError, EpisodeHandle, IntegrationError, MarftRecorder
 from marft_agents_autogen.compat import FILTER_AGENT
 from marft_agents_autogen.holders import patch_clients, patch_manager
+from marft_agents_autogen.kinds import is_member
 from marft_agents_autogen.runs import patch_runs
 from marft_agents_autogen.seats import SEAT, Binding, Role, Seat, seat_of
 from marft_agents_autogen.speeches import patch_executor, patch_speeches
@@ -33,7 +34,7 @@ def wrap_root(
     on_end: Callable[[EpisodeHandle, Any], object] | None = None,
 ) -> None:
     """Walk ``obj`` and make its runs episodes."""
-    if not isinstance(obj, ChatAgent | Team):
+    if not is_member(obj):
         kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
         raise IntegrationError(
             f"cannot record an object of type {kind}; of AutoGen AgentChat, pass a team"
@@ -123,7 +124,7 @@ def _children(obj: Any) -> Iterator[Any]:
         elif isinstance(value, list | tuple | set | frozenset):
             items = list(cast("Iterable[Any]", value))
         for item in items:
-            if isinstance(item, ChatAgent | Team):
+            if is_member(item):
                 yield item
 
 
@@ -135,7 +136,7 @@ def _runners(obj: Any) -> Iterator[tuple[str, Any]]:
         for tool in getattr(bench, "_tools", None) or ():
             shown = getattr(renamed.get(tool.name), "name", None) or tool.name
             for value in list(getattr(tool, "__dict__", {}).values()):
-                if isinstance(value, ChatAgent | Team):
+                if is_member(value):
                     yield str(shown), value
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from marft_agents.recording.missing import say_if_ids_are_missing
 from marft_agents.recording.reply import Choice
 from marft_agents.recording.sampling import (
     announced_defaults,
@@ -76,7 +77,7 @@ class TurnDraft:
             error=problem,
         )
         if given is not None and problem is None and exchange.succeeded:
-            exchange.say_if_ids_are_missing()
+            say_if_ids_are_missing(exchange)
         return turn
 
 

@@ -19,7 +19,7 @@ from marft_agents.recording.headers import by_name, decoded, keys_of
 from marft_agents.recording.jsontext import JsonObject, mapping
 from marft_agents.recording.lines import Lines
 from marft_agents.recording.linking import Links
-from marft_agents.recording.outgoing import TOKEN_FIELDS, rebuilt, token_fields
+from marft_agents.recording.outgoing import rebuilt, token_fields
 from marft_agents.recording.reply import Choice, Reply
 from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
 from marft_agents.recording.routing import routed_model
@@ -42,6 +42,22 @@ class Exchange:
     its text. ``tagged``: whether it names its call, which what goes out must not.
     """
 
+    injected = refused_fields = False
+    verdict: Verdict | None = None
+    status: int | None = None
+    streaming = closed = False
+    _hidden = NOTHING
+    _renamed = False
+    _messages: list[JsonDict] | None = None
+    _restorer: Restorer | None = None
+    _answer: Answer | None = None
+    _reply: Reply | None = None
+    """Once it is over and read."""
+    _error: str | None = None
+    _cut: str | None = None
+    _unreadable = _looked = False
+    _fed: float | None = None
+
     def __init__(
         self, call: Call, request: Any, body: JsonDict | JsonObject, *, tagged: bool = False
     ) -> None:
@@ -49,35 +65,20 @@ class Exchange:
         self._wire = body if isinstance(body, JsonObject) else None
         body = body.fields if isinstance(body, JsonObject) else body
         self.request_body = body
-        self.injected = self.refused_fields = False
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
-        self._messages: list[JsonDict] | None = None
         self.links = Links([])
         """Known once the episode's ledger has caught up."""
         self.turn_ids: dict[int, str] = {}
         """Turn id of each choice that later prompts may contain."""
         self.base_url = str(request.url).partition("?")[0].removesuffix(CHAT_PATH)
-        self.verdict: Verdict | None = None
-        self.status: int | None = None
-        self.streaming = self.closed = False
         self.size = len(request.content)
         """Bytes that this holds, roughly."""
         self.started = self.ended = time.perf_counter()
         self._tagged, self._request = tagged, request
         self._headers: dict[bytes, bytes] = {}
         """Of the response; a copy, as the app may change them."""
-        self._hidden = NOTHING
-        self._renamed = False
-        self._restorer: Restorer | None = None
         self._lines = Lines()
-        self._answer: Answer | None = None
-        self._reply: Reply | None = None
-        """Once it is over and read."""
-        self._error: str | None = None
-        self._cut: str | None = None
-        self._unreadable = self._looked = False
-        self._fed: float | None = None
         self._keys = keys_of(request.headers)
         for key in self._keys:
             call.episode.core.safety.hide(key)
@@ -354,33 +355,6 @@ class Exchange:
                 text = text.replace(key, "***")
         return text[:500]
 
-    def say_if_ids_are_missing(self) -> None:
-        """Warn once per agent and server when a good reply cannot be trained on."""
-        choices = self.reply.choices.values() if self.reply else ()
-        ids = all(c.token_ids for c in choices) and self.reply and self.reply.prompt_token_ids
-        if ids and all(c.logprobs for c in choices):
-            return
-        core, agent = self.call.episode.core, self.call.agent
-        missing = "log-probabilities" if ids else "token ids"
-        if self.verdict is not None and self.verdict.accepts is False:
-            why = f"the server does not look like one that returns them: {self.verdict.reason}"
-            cure = "serve the model with `marft-agents serve` or vLLM; if it is one behind a proxy,"
-            cure += ' use MarftRecorder(inject="always")'
-        elif self.request_body.get("include_reasoning") is False:
-            why = "the request hides the reasoning, and its tokens with it"
-            cure = "leave include_reasoning on"
-        elif core.inject == "never":
-            why, cure = 'the recorder was made with inject="never"', 'use inject="auto"'
-        else:
-            fields = {k: self.request_body.get(k) for k in TOKEN_FIELDS}
-            why = f"the server ignored them (the request said {fields})"
-            cure = "leave these fields to the recorder, and serve with `marft-agents serve` or vLLM"
-        core.safety.warn_once(
-            ("no ids", agent, self.base_url),
-            f"marft-agents: replies to agent {agent!r} from {self.base_url} carry no {missing}, so"
-            f" its turns are logged but cannot be trained on; {why}; {cure}",
-        )
-
 
 def _sent_messages(messages: Any) -> list[JsonDict]:
     """Messages of a request as the log keeps them.
@@ -397,4 +371,4 @@ def _is_plain(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(mapping(message).get("content", ""), str | None)
 
 
-__all__ = ["CHAT_PATH", "REFUSALS", "TOKEN_FIELDS", "Exchange"]
+__all__ = ["CHAT_PATH", "REFUSALS", "Exchange"]

@@ -32,8 +32,10 @@ class Newest(OrderedDict[K, V]):
         """Whether it ever had more."""
 
     def __setitem__(self, key: K, value: V) -> None:
+        known = key in self
         super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self.most:
+        if known:
+            self.move_to_end(key)
+        elif len(self) > self.most:
             self.let_go = True
             self.popitem(last=False)

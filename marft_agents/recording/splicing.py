@@ -19,10 +19,8 @@ _PROMPT = b'"prompt_token_ids":'
 _ANY_IDS = b'token_ids"'
 _MODEL = b'"model":"'
 _NULL = b"null"
-_MARKS_PER_TOKEN = 10
-"""Quotation marks around the names ``token``, ``logprob``, ``bytes``, ``top_logprobs`` and around
-the token."""
-
+_NEXT_MEMBER = b'},"'
+"""A member behind one that is an object, or such marks inside a text, with its end behind them."""
 
 _STRING = rb'"[^"\\\r\n]*+(?:\\.[^"\\\r\n]*+)*+"'
 _NAME = rb'"[^"\\{}\[\]\r\n]*+"'
@@ -166,10 +164,8 @@ def _tokens_before(text: bytes, reason: int) -> int:
         return reason
     if text.find(_REASON, start, reason) >= 0:  # these are of another choice
         raise _OtherForm
-    tokens = text.count(b"{", start, reason) - 1
-    marks = text.count(b'"', start, reason)
-    last = text.endswith(b'"top_logprobs":[]}]},', 0, reason)
-    if last and marks == _MARKS_PER_TOKEN * tokens + 4:
+    # Nothing follows an object in there, so what begins at the start ends at the reason.
+    if text.find(_NEXT_MEMBER, start) == reason - 2:
         return start
     match = _ALL_TOKENS.match(text, start)  # a token that holds such marks, or another member
     if match is None or match.end() != reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,14 +192,22 @@ def test_the_committed_page_is_the_one_that_the_results_give(tmp_path: Path) -> 
         assert figure.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8")
 
 
-def test_what_a_tool_adds_is_the_difference_to_the_plain_run_of_its_repeat() -> None:
-    def run(tool: str, repeat: int, p50: float) -> dict[str, Any]:
-        kind = {"tool": tool, "stream": False, "repeat": repeat, "chats": 2, "delay_ms": 20}
-        kind |= {"written_bytes": 50_000, "calls": 20, "noted": 5}
-        return kind | {"p50_ms": p50, "p99_ms": 2 * p50, "cpu_s_per_turn": p50 / 1e3}
+def test_what_a_tool_adds_is_the_difference_to_the_block_beside_it() -> None:
+    def run(tool: str, repeat: int, added: Sequence[float]) -> dict[str, Any]:
+        def block(p50: float) -> dict[str, float]:
+            return {"p50_ms": p50, "mean_ms": 2 * p50, "cpu_ms": 4 * p50}
 
-    plain = [run("plain", n, p50) for n, p50 in enumerate((1.0, 2.0, 5.0))]
-    tool = [run("mlflow", n, p50) for n, p50 in enumerate((2.5, 3.0, 5.5))]
-    (row,) = [line for line in adding([*plain, *tool]) if line.startswith("| MLflow")]
-    assert "| whole, after 20 ms | +1.00 (+0.50 to +1.50) | +2.00 (+1.00 to +3.00) |" in row
-    assert row.endswith("| 25% | 50 | 3 |")
+        kind = {"tool": tool, "stream": False, "repeat": repeat, "pairs": 2, "chats": 2}
+        kind |= {"delay_ms": 20, "written_bytes": 50_000, "calls": 20, "noted": 5}
+        plain = [repeat + 1.0, repeat + 5.0]
+        with_it = [block(p50 + more) for p50, more in zip(plain, added, strict=True)]
+        kind |= {"p99_ms": [9.0 + repeat, 8.0]}
+        return kind | {"with": with_it, "without": [block(p50) for p50 in plain]}
+
+    records = [run("mlflow", 0, (0.5, 1.0)), run("mlflow", 1, (1.5, 2.5))]
+    lines = adding(records)
+    (row,) = [line for line in lines if line.startswith("| MLflow")]
+    assert "| whole, after 20 ms | +1.25 (+0.50 to +2.50) | +2.50 (+1.00 to +5.00) |" in row
+    assert "| +1.50 (+1.00 to +2.00) | +5.00 (+2.00 to +10.00) | 25% | 2.5 | 4 |" in row
+    (plain,) = [line for line in lines if line.startswith("| (the plain")]
+    assert "| 3.50 | 7.00 | 8.00 | 14.00 |" in plain

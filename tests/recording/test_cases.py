@@ -14,7 +14,7 @@ import pytest
 
 from marft_agents.log import LogReader
 from marft_agents.recording import MarftRecorder
-from marft_agents.recording.exchange import TOKEN_FIELDS
+from marft_agents.recording.outgoing import TOKEN_FIELDS
 from marft_agents.testing import Reply, ScriptedServer, completion_body
 from tests.recording.kit import TRANSPORT_ERRORS, ask, case, case_lines, recording, sdk
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from marft_agents.recording import events, exchange, reply
+from marft_agents.recording import drafts, events, exchange, reply
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.server import KnownServers
 from tests.recording.kit import ask, recording, sdk
@@ -24,7 +24,7 @@ BREAKABLE: list[tuple[Any, str]] = [
     (exchange.Exchange, "close"),
     (exchange.Exchange, "feed"),
     (exchange.Restorer, "_wanted"),
-    (exchange.Exchange, "say_if_ids_are_missing"),
+    (drafts, "say_if_ids_are_missing"),
     (events.StreamReader, "take"),
     (reply.Reply, "read_common"),
 ]
