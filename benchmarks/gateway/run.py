@@ -101,8 +101,8 @@ def _scripted() -> tuple[Work, ...]:
     return (*work, Work(TIMED, 0, 3, rate=4, slow_rounds=6), Work(TIMED, 0, 3, rate=40))
 
 
-def _vllm(blocks: Mapping[int, int], slow_rounds: int) -> tuple[Work, ...]:
-    work = [Work(kind, 1, 30) for kind in (WHOLE, STREAMED)]
+def _vllm(blocks: Mapping[int, int], slow_rounds: int, seconds: float = 30) -> tuple[Work, ...]:
+    work = [Work(kind, 1, seconds) for kind in (WHOLE, STREAMED)]
     work += [
         Work(kind, n, 0, requests=blocks[n], slow_rounds=slow_rounds)
         for kind in (WHOLE, STREAMED)
@@ -115,7 +115,7 @@ SCALES = {
     "scripted": Scale(_scripted(), 6, 10, 64),
     "vllm": Scale(_vllm({16: 96, 64: 192, 256: 512}, 2), 8, 2, 16),
 }
-OF_A_MODEL = Scale(_vllm({16: 32, 64: 64, 256: 256}, 1), 3, 2, 4)
+OF_A_MODEL = Scale(_vllm({16: 32, 64: 64, 256: 256}, 1, 60), 3, 2, 4)
 """On vLLM with a model that was given: such a one computes longer."""
 
 
