@@ -3,11 +3,12 @@
     python -m benchmarks.recorder.chat TOOL URL PAIRS CHATS FOLDER [--stream]
 
 Invariant: the application is the same with the tool and without: an AutoGen round robin of a
-planner and a coder, ten turns a chat, each chat with new agents. A turn's time is what the
-application waits between two messages, and it holds exactly one model call. Blocks of ``CHATS``
-chats with the tool and without alternate in one process, first the one and then the other, so that
-a machine that becomes slower does so for both. A tool that writes in the background finishes before
-the next block begins, which its processor time holds, and its turns do not.
+planner and a coder, ten turns a chat, each chat with new agents, each block with new clients. A
+turn's time is what the application waits between two messages, and it holds exactly one model call.
+Blocks of ``CHATS`` chats with the tool and without alternate in one process, first the one and then
+the other, so that a machine that becomes slower does so for both. A tool that writes in the
+background finishes before the next block begins, which its processor time holds, and its turns do
+not.
 """
 
 from __future__ import annotations
@@ -150,17 +151,22 @@ TOOLS: dict[str, type[Tool]] = {
 }
 
 
-def team_of(url: str, stream: bool) -> RoundRobinGroupChat:
+NAMES = ("planner", "coder")
+
+
+def clients_of(url: str) -> list[Any]:
+    """A model client for each agent; an application makes them once."""
+    return [
+        OpenAIChatCompletionClient(model="agent", base_url=url, api_key="none", model_info=INFO)
+        for _ in NAMES
+    ]
+
+
+def team_of(clients: Sequence[Any], stream: bool) -> RoundRobinGroupChat:
     """A new team, each agent with a client of its own."""
     agents: list[Any] = [
-        AssistantAgent(
-            name,
-            OpenAIChatCompletionClient(
-                model="agent", base_url=url, api_key="none", model_info=INFO
-            ),
-            model_client_stream=stream,
-        )
-        for name in ("planner", "coder")
+        AssistantAgent(name, client, model_client_stream=stream)
+        for name, client in zip(NAMES, clients, strict=True)
     ]
     end = MaxMessageTermination(TURNS + 1)
     return RoundRobinGroupChat(agents, termination_condition=end)
@@ -182,15 +188,18 @@ async def play(team: RoundRobinGroupChat) -> list[float]:
 
 async def block(url: str, chats: int, stream: bool, tool: Tool | None) -> tuple[Block, list[float]]:
     """Chats with the tool, or without any; its figures, and the milliseconds of every turn."""
-    cpu, times = time.process_time(), list[float]()
+    clients, times = clients_of(url), list[float]()
+    cpu = time.process_time()
     if tool is not None:
         tool.on()
     for _ in range(chats):
-        team = team_of(url, stream)
+        team = team_of(clients, stream)
         times += await play(tool.wrap(team) if tool is not None else team)
     if tool is not None:
         tool.off()
     cpu = (time.process_time() - cpu) / (chats * TURNS)
+    for client in clients:
+        await client.close()
     return {"p50_ms": median(times), "mean_ms": fmean(times), "cpu_ms": 1e3 * cpu}, times
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recorder.chat import TURNS, play, team_of
+from benchmarks.recorder.chat import TURNS, clients_of, play, team_of
 from benchmarks.recorder.latency import server
 from benchmarks.stats import median
 from marft_agents import MarftRecorder
@@ -63,12 +63,13 @@ async def measure(chats: int, folder: Path, *, stream: bool) -> dict[str, list[f
     for label, module, owner, name in STAGES:
         _timed(getattr(import_module(module), owner), name, times[label])
     with server() as url, MarftRecorder(folder) as recorder:
+        clients = clients_of(url)
         for chat in range(WARM_CHATS + chats):
             if chat == WARM_CHATS:
                 recorder.flush()
                 for seconds in times.values():
                     seconds.clear()
-            await play(recorder.wrap(team_of(url, stream)))
+            await play(recorder.wrap(team_of(clients, stream)))
     return times
 
 
