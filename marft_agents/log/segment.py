@@ -13,6 +13,8 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +25,14 @@ try:
     import fcntl
 except ImportError:  # Windows, which keeps open files from being removed by itself
     fcntl = None
+
+
+class _CutError(Exception):
+    """The disk took ``written`` bytes and refused the rest."""
+
+    def __init__(self, written: int, cause: OSError) -> None:
+        super().__init__(written)
+        self.written, self.cause = written, cause
 
 
 class LineFile:
@@ -48,9 +58,10 @@ class LineFile:
     def gone(self) -> bool:
         """Whether what is appended now is lost: somebody removed the file, or closed it."""
         try:
-            return _identity(self._fd) != self._identity or os.fstat(self._fd).st_nlink == 0
+            found = os.fstat(self._fd)  # once: the app's threads wait for those who come back
         except OSError:
             return True
+        return (found.st_dev, found.st_ino) != self._identity or found.st_nlink == 0
 
     def append(self, line: bytes) -> None:
         """Append one line; when this returns it survives the death of the process.
@@ -59,10 +70,38 @@ class LineFile:
             OSError: the disk refused. Part of the line may be in the file; the next one that is
                 appended starts behind it, on a line of its own.
         """
-        rest = b"\n" + line if self._torn else line
-        self._torn = True
+        try:
+            self._put(line)
+        except _CutError as cut:
+            raise cut.cause from None
+
+    def append_many(self, lines: Sequence[bytes]) -> int:
+        """Append lines in one go; how many, from the first on, are in the file whole.
+
+        Fewer than there are where the disk refused: as in ``append``, part of the next one may be
+        in the file, too.
+        """
+        try:
+            self._put(b"".join(lines))
+        except _CutError as cut:
+            ends = accumulate(map(len, lines))
+            return sum(end <= cut.written for end in ends)
+        return len(lines)
+
+    def _put(self, data: bytes) -> None:
+        """Append whole lines.
+
+        Raises:
+            _CutError: the disk refused, after so many bytes of ``data``.
+        """
+        mended = int(self._torn)
+        rest = b"\n" + data if mended else data
+        whole, self._torn = len(rest), True
         while rest:
-            written = os.write(self._fd, rest)
+            try:
+                written = os.write(self._fd, rest)
+            except OSError as error:
+                raise _CutError(max(0, whole - len(rest) - mended), error) from error
             self.size += written
             rest = rest[written:]
         self._torn = False

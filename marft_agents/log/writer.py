@@ -13,7 +13,9 @@ import os
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 
@@ -70,6 +72,26 @@ class LogWriter:
         line = encode_line(event)
         with self._lock:
             self._segment().append(line)
+
+    def write_many(self, events: Sequence[Event]) -> int:
+        """Append events in one go; how many, from the first on, are in the log.
+
+        Fewer than there are where the disk refused, as ``write`` would have said.
+        """
+        lines, done = [encode_line(event) for event in events], 0
+        with self._lock:
+            while done < len(lines):
+                try:
+                    file = self._segment()
+                except OSError:
+                    break
+                ends = accumulate(map(len, lines[done:]), initial=file.size)
+                fitting = max(1, sum(end < self._segment_bytes for end in ends))
+                taken = file.append_many(lines[done : done + fitting])
+                done += taken
+                if taken < min(fitting, len(lines) - done + taken):
+                    break
+        return done
 
     def close(self) -> None:
         with self._lock:

@@ -16,11 +16,11 @@ from marft_agents.recording.clean import jsonable
 from marft_agents.recording.distributions import KnownDistribution, installed_runtime
 from marft_agents.recording.episode import LiveEpisode, describe_error
 from marft_agents.recording.handle import EpisodeContext, EpisodeHandle, end_run
+from marft_agents.recording.outlet import EventLog
 from marft_agents.recording.own import Speaker
 from marft_agents.recording.patches import Patches
 from marft_agents.recording.recorder import MarftRecorder
 from marft_agents.recording.redact import Redaction
-from marft_agents.recording.sink import EventLog
 from marft_agents.recording.stand_in import StandIn
 from marft_agents.schema import EndReason, TurnKind
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from marft_agents.recording.outlet import Draft
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.server import KnownServers
-from marft_agents.recording.sink import Draft, Sink
+from marft_agents.recording.sink import Sink
 from marft_agents.schema import Event
 
 _REMEMBERED = 100_000

@@ -1,9 +1,10 @@
 """From the app's threads to the disk, without the app ever waiting for the disk.
 
 Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
-prepares (redacts, hashes, encodes) and writes in the order of ``put``: a moment later, a few events
-together and with pauses, for while it works the app's thread cannot. ``flush`` and ``close`` wait
-for no such moment. The queue is bounded in events and in bytes; a full queue or a disk error loses
+prepares (redacts, hashes, encodes) and writes in the order of ``put``: a moment later, and a few
+events in one go, for while it works the app's thread cannot, and each time that it comes back from
+the disk it has to ask that thread for the interpreter. ``flush`` and ``close`` wait for no such
+moment. The queue is bounded in events and in bytes; a full queue or a disk error loses
 the newest event, which is counted for its episode in ``EpisodeEnded.dropped_events`` and said once.
 Small events that change what an episode means (its borders, rewards, edits) are kept, in bounds,
 when the disk refuses them, and written when it works again. A forked child starts with an empty
@@ -14,52 +15,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from marft_agents.recording import leaving
+from marft_agents.recording.outlet import BORDERS, RESERVE, Draft, EventLog, Outlet
 from marft_agents.recording.redact import Redactor
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.size import held_bytes
-from marft_agents.schema import EditEvent, EpisodeEnded, EpisodeStarted, Event, RewardEvent
+from marft_agents.schema import Event
 
 CAPACITY = 10_000
 CAPACITY_BYTES = 128 * 2**20
-_RESERVE = 1024
 _RESERVE_BYTES = 16 * 2**20
-_COUNTED_EPISODES = 100_000
 _IDLE_S = 30.0
 """Seconds without an event after which the thread ends; the next event starts another."""
 _LINGER_S = 0.2
 """Seconds that an event waits for others, while nobody asks for it to be written."""
 _ROUNDS = 4
 """How often to look for events that come without waking anybody, before sleeping."""
-_PAUSE_S = 0.0002
+_WORK_S = 0.002
+"""Seconds of preparing after which what is ready is written, and the app's thread may go on."""
+_TOGETHER_BYTES = 2**20
+"""What is written in one go, roughly."""
 _MOST_LINGERING = 1000
 _MOST_LINGERING_BYTES = 16 * 2**20
-_BORDERS = (EpisodeStarted, EpisodeEnded, RewardEvent, EditEvent)
-
-
-class EventLog(Protocol):
-    """Anything that keeps events; ``marft_agents.log.LogWriter`` is one."""
-
-    def write(self, event: Event) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Draft(Protocol):
-    """An event that is put together on the log's thread, once, by ``event``."""
-
-    @property
-    def episode_id(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def event(self) -> Event: ...
 
 
 class _Queued(NamedTuple):
@@ -88,26 +69,22 @@ class Sink:
         capacity: int = CAPACITY,
         capacity_bytes: int = CAPACITY_BYTES,
     ) -> None:
-        self._log = log
         self._safety = safety
-        self._prepare = prepare or Redactor(safety=safety)
+        self._outlet = Outlet(log, safety, prepare or Redactor(safety=safety))
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._most_lingering = min(_MOST_LINGERING, capacity // 4)
         self._most_lingering_bytes = min(_MOST_LINGERING_BYTES, capacity_bytes // 4)
-        self._closed = self._log_closed = self._given_up = self._threadless = False
-        self.lost = 0
-        """Events that never reached the log, since the start."""
+        self._closed = self._given_up = self._threadless = False
         self.after_fork()
         leaving.watch(self)
 
     def after_fork(self) -> None:
         """Begin anew in a child: the parent's thread and whoever held the lock are not here."""
         self._changed = threading.Condition()
+        self._outlet.after_fork()
         self._queue: deque[_Queued] = deque()
-        self._kept: deque[Event] = deque()
         self._held = self._held_borders = 0
-        self._dropped: Counter[str] = Counter()
         self._accepted = self._handled = 0
         self._wanted = 0
         """How many events somebody waits for."""
@@ -119,14 +96,19 @@ class Sink:
     @property
     def waiting(self) -> int:
         """Events that wait to be written."""
-        return self._accepted - self._handled + len(self._kept)
+        return self._accepted - self._handled + self._outlet.kept
+
+    @property
+    def lost(self) -> int:
+        """Events that never reached the log, since the start."""
+        return self._outlet.lost
 
     # -- the app's side -----------------------------------------------------------------------
 
     def put(self, event: Event | Draft) -> None:
         """Queue ``event``; borders of episodes, rewards and edits have a reserve of their own."""
         if isinstance(event, Event):
-            queued = _Queued(event, held_bytes(event), isinstance(event, _BORDERS))
+            queued = _Queued(event, held_bytes(event), isinstance(event, BORDERS))
         else:
             queued = _Queued(event, event.size, False)
         with self._changed:
@@ -140,9 +122,8 @@ class Sink:
                     self._start()
                 if self._asleep or self._is_urgent():
                     self._changed.notify_all()
-            else:
-                self._lose(event)
         if why is not None:
+            self._outlet.lose(event)
             self._safety.warn_once(
                 "queue", f"marft-agents drops events: the recorder {why}; the app goes on"
             )
@@ -178,7 +159,7 @@ class Sink:
         deadline = time.monotonic() + timeout
         with self._changed:
             self._closed = True
-            if self._accepted and not self._log_closed:
+            if self._accepted and not self._outlet.closed:
                 self._start()  # closing may hang as writing may: not on the app's thread
         done = self.flush(timeout)
         with self._changed:
@@ -187,7 +168,7 @@ class Sink:
         if done and thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
         if done and (thread is None or not thread.is_alive()):
-            self._close_log()
+            self._outlet.close()
         self._say_what_is_missing(done)
         return done
 
@@ -198,7 +179,7 @@ class Sink:
 
     def _refusal(self, new: _Queued) -> str | None:
         """Why an event cannot be queued."""
-        limit = self._capacity + (_RESERVE if new.border else 0)
+        limit = self._capacity + (RESERVE if new.border else 0)
         if self._closed:
             return "is closed (close it after the last episode; a new MarftRecorder goes on)"
         if len(self._queue) >= limit:
@@ -207,16 +188,6 @@ class Sink:
         if self._held and self._held + new.size > self._capacity_bytes and not reserved:
             return f"holds {self._held // 2**20} MiB of unwritten events"
         return None
-
-    def _lose(self, event: Event | Draft) -> None:
-        """Count a lost event; the caller holds the lock."""
-        self.lost += 1
-        if isinstance(event, EpisodeEnded):
-            self._dropped.pop(event.episode_id, None)  # nothing is left to tell it in
-            return
-        self._dropped[event.episode_id] += 1
-        if len(self._dropped) > _COUNTED_EPISODES:
-            del self._dropped[next(iter(self._dropped))]
 
     def _say_what_is_missing(self, done: bool) -> None:
         missing = self._accepted - self._handled
@@ -264,10 +235,10 @@ class Sink:
                     f"marft-agents lost an event: its log raised {type(error).__name__}: {error}",
                 )
         if self._closed:
-            self._close_log()
+            self._outlet.close()
 
     def _next(self, *, wait: bool) -> bool:
-        """Write the oldest event; False when there is none (and none will come)."""
+        """Write the oldest events; False when there are none (and none will come)."""
         with self._changed:
             if wait and self._batch <= 0:
                 self._await_events()
@@ -275,26 +246,34 @@ class Sink:
                 if wait and not self._closed:  # nobody may be left to close this recorder
                     self._thread = None
                 return False
-            queued = self._queue.popleft()
-            self._batch -= 1
-        size, border = queued.size, queued.border
+        taken: list[_Queued] = []
         try:
-            self._write(queued.event)
-        except BaseException:
-            with self._changed:
-                self._lose(queued.event)
-            raise
+            self._outlet.write(self._prepared(taken))
         finally:
-            del queued
             with self._changed:
-                self._handled += 1
-                self._held -= size
-                self._held_borders -= size if border else 0
+                self._handled += len(taken)
+                self._held -= sum(queued.size for queued in taken)
+                self._held_borders -= sum(queued.size for queued in taken if queued.border)
                 self._changed.notify_all()
-                pause = wait and self._batch > 0 and not self._is_urgent()
-        if pause:
-            time.sleep(_PAUSE_S)
         return True
+
+    def _prepared(self, taken: list[_Queued]) -> Iterator[Event]:
+        """The oldest events, ready to be written, as many as belong together.
+
+        ``taken``: told of each that left the queue.
+        """
+        until, size = time.monotonic() + _WORK_S, 0
+        while size < _TOGETHER_BYTES and time.monotonic() < until:
+            with self._changed:
+                if not self._queue or (taken and self._batch <= 0):
+                    return
+                queued = self._queue.popleft()
+                self._batch -= 1
+            taken.append(queued)
+            size += queued.size
+            ready = self._outlet.prepared(queued.event)
+            if ready is not None:
+                yield ready
 
     def _await_events(self) -> None:
         """Wait for events, and then for more of them; the caller holds the lock.
@@ -321,80 +300,3 @@ class Sink:
             or len(self._queue) >= self._most_lingering
             or self._held >= self._most_lingering_bytes
         )
-
-    def _write(self, event: Event | Draft) -> None:
-        ready = self._prepared(event)
-        if ready is None:
-            with self._changed:
-                self._lose(event)
-            return
-        if self._written(ready):
-            self._rewrite()
-            return
-        with self._changed:
-            if isinstance(ready, _BORDERS) and len(self._kept) < _RESERVE:
-                self._kept.append(ready)
-            else:
-                self._lose(ready)
-
-    def _prepared(self, event: Event | Draft) -> Event | None:
-        if not isinstance(event, Event):
-            with self._safety.guard("put a turn together"):
-                return self._prepared(event.event())
-            return None
-        try:
-            ready = self._prepare(event)
-        except Exception as error:
-            self._safety.warn_once(
-                "redact",
-                "marft-agents could not redact an event and so did not write it"
-                f" ({type(error).__name__}: {error}); it is counted as lost, the app goes on",
-            )
-            return None
-        if ready is None:
-            self._safety.warn_once(
-                "dropped",
-                f"marft-agents left out an event ({type(event).__name__}) because the redact"
-                " function returned None for it; it is counted as lost, and so are others like it",
-            )
-        return ready
-
-    def _rewrite(self) -> None:
-        """The disk works (again): write what was kept from its errors."""
-        kept, self._kept = self._kept, deque[Event]()
-        for event in kept:
-            if not self._written(event):
-                with self._changed:
-                    self._lose(event)
-
-    def _written(self, event: Event) -> bool:
-        """Whether the log took ``event``, which is True also for one that it never will."""
-        with self._changed:
-            lost = self._dropped.get(event.episode_id, 0)
-        if lost and isinstance(event, EpisodeEnded):
-            event = event.model_copy(update={"dropped_events": event.dropped_events + lost})
-        try:
-            self._log.write(event)
-        except Exception as error:
-            self._safety.warn_once(
-                "disk",
-                f"marft-agents cannot write its log ({type(error).__name__}: {error});"
-                " events are lost until it can, the app goes on",
-            )
-            if isinstance(error, OSError):
-                return False
-            with self._changed:
-                self._lose(event)
-            return True
-        if isinstance(event, EpisodeEnded):
-            with self._changed:
-                self._dropped.pop(event.episode_id, None)
-        return True
-
-    def _close_log(self) -> None:
-        if not self._log_closed:
-            self._log_closed = True
-            with suppress(Exception):
-                self._rewrite()
-            with self._safety.guard("close the log"):
-                self._log.close()

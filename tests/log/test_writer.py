@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from marft_agents.log import LogReader, LogWriter, append_event
+from marft_agents.log.encode import encode_line
 from marft_agents.log.segment import LineFile
 from marft_agents.schema import Turn
 from tests.log.events import case_bytes, turn
@@ -160,6 +161,43 @@ def test_a_whole_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         writer.write(turn(0))
         writer.write(turn(1))
     assert [data.count(b"\n") for data in written] == [1, 1]
+
+
+def test_many_events_are_one_write_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = os.write
+    written: list[bytes] = []
+
+    def remember(fd: int, data: bytes) -> int:
+        written.append(data)
+        return whole(fd, data)
+
+    size = len(encode_line(turn(0)))
+    monkeypatch.setattr(os, "write", remember)
+    with LogWriter(tmp_path, segment_bytes=2 * size + 1) as writer:
+        writer.write(turn(0))
+        assert writer.write_many([turn(n) for n in range(1, 6)]) == 5
+    assert [data.count(b"\n") for data in written] == [1, 2, 3], "as write by write"
+    assert set(texts(tmp_path)) == {f"reply {n}" for n in range(6)}
+
+
+def test_case_20_of_many_events_those_before_the_full_disk_are_written(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path)
+    assert writer.write_many([turn(0), turn(1)]) == 2
+    assert writer.path is not None
+    size = len(encode_line(turn(2)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (writer.path.stat().st_size + size + 20, hard))
+    try:
+        assert writer.write_many([turn(2), turn(3), turn(4)]) == 1
+        assert writer.write_many([turn(3), turn(4)]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert writer.write_many([turn(3), turn(4)]) == 2
+    lines = ["reply 0", "reply 1", "reply 2", None, "reply 3", "reply 4"]
+    assert line_texts(writer.path) == lines
+    writer.close()
 
 
 def test_case_20_full_disk_tears_one_line_only(tmp_path: Path) -> None:

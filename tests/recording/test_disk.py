@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from marft_agents.log import LogReader, LogWriter
 from marft_agents.log.segment import in_use
 from marft_agents.recording import MarftRecorder
 from marft_agents.recording import sink as sink_module
+from marft_agents.recording.outlet import EventLog, Outlet
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import EpisodeEnded, Event, HumanEvent, RewardEvent
@@ -203,6 +205,75 @@ def test_what_the_disk_refuses_again_and_again_does_not_pile_up() -> None:
     assert sink.close()
     (ended,) = log.of(EpisodeEnded)
     assert ended.dropped_events == 3000 - 1024, "those beyond what is kept were counted by then"
+
+
+class TakesMany(InMemoryLog):
+    """Takes several events in one go; ``takes``: how many, each time."""
+
+    def __init__(self, takes: Sequence[int]) -> None:
+        super().__init__()
+        self.takes = list(takes)
+        self.asked: list[int] = []
+
+    def write_many(self, events: Sequence[Event]) -> int:
+        self.asked.append(len(events))
+        taken = self.takes.pop(0) if self.takes else len(events)
+        for event in events[:taken]:
+            super().write(event)
+        return taken
+
+
+def _write_at_once(log: EventLog, events: Sequence[Event]) -> Outlet:
+    outlet = Outlet(log, Safety(False), lambda event: event)
+    outlet.write(iter(events))
+    return outlet
+
+
+def test_what_a_log_does_not_take_together_it_gets_one_by_one() -> None:
+    log = TakesMany([2])
+    events = [HumanEvent(episode_id="e", text=str(n)) for n in range(5)]
+    assert _write_at_once(log, events).lost == 0
+    assert log.asked == [5]
+    assert [event.text for event in log.of(HumanEvent)] == list("01234")
+
+
+def test_an_end_written_with_others_says_what_was_lost_before() -> None:
+    class RefusesOne(TakesMany):
+        def write(self, event: Event) -> None:
+            if isinstance(event, HumanEvent) and event.text == "1":
+                raise OSError("not this one")
+            super().write(event)
+
+    log = RefusesOne([1])
+    people = [HumanEvent(episode_id="e", text=str(n)) for n in range(3)]
+    outlet = _write_at_once(log, [*people, EpisodeEnded(episode_id="e")])
+    assert outlet.lost == 1
+    (ended,) = log.of(EpisodeEnded)
+    assert ended.dropped_events == 1
+
+    later = TakesMany([])
+    outlet = Outlet(later, Safety(False), lambda event: event)
+    outlet.lose(people[0])
+    outlet.write(iter([people[1], EpisodeEnded(episode_id="e")]))
+    outlet.write(iter([people[2], EpisodeEnded(episode_id="e")]))
+    assert later.asked == [2, 2]
+    assert [ended.dropped_events for ended in later.of(EpisodeEnded)] == [1, 0], "told once"
+
+
+def test_what_is_ready_is_written_when_the_next_event_ends_the_thread() -> None:
+    log = TakesMany([])
+
+    def prepare(event: Event) -> Event:
+        if isinstance(event, HumanEvent) and event.text == "2":
+            sys.exit()
+        return event
+
+    sink = Sink(log, Safety(False), prepare=prepare)
+    for n in range(5):
+        sink.put(HumanEvent(episode_id="e", text=str(n)))
+    assert sink.close(5)
+    assert [event.text for event in log.of(HumanEvent)] == list("0134")
+    assert sink.lost == 1
 
 
 def test_a_log_that_would_end_its_thread_does_not(caplog: pytest.LogCaptureFixture) -> None:
