@@ -156,6 +156,7 @@ class Exchange:
         undecided = self.verdict is None or self.verdict.accepts is not False
         self.injected = core.inject == "always" or (core.inject == "auto" and undecided)
         request = self._build(self.injected)
+        core.sink.app_waits()
         self.started = self.ended = time.perf_counter()
         return request
 

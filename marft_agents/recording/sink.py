@@ -1,14 +1,15 @@
 """From the app's threads to the disk, without the app ever waiting for the disk.
 
 Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
-prepares (redacts, hashes, encodes) and writes in the order of ``put``: a moment later, and a few
-events in one go, for while it works the app's thread cannot, and each time that it comes back from
-the disk it has to ask that thread for the interpreter. ``flush`` and ``close`` wait for no such
-moment. The queue is bounded in events and in bytes; a full queue or a disk error loses
-the newest event, which is counted for its episode in ``EpisodeEnded.dropped_events`` and said once.
-Small events that change what an episode means (its borders, rewards, edits) are kept, in bounds,
-when the disk refuses them, and written when it works again. A forked child starts with an empty
-queue: what the parent had queued is the parent's to write.
+prepares (redacts, hashes, encodes) and writes in the order of ``put``: a little later, when the app
+has sent a request and waits itself, and a few events in one go. For while this thread works the
+app's cannot, and each time that it comes back from the disk it has to ask that one for the
+interpreter. ``flush`` and ``close`` wait for no such moment. The queue is bounded in events and in
+bytes; a full queue or a disk error loses the newest event, which is counted for its episode in
+``EpisodeEnded.dropped_events`` and said once. Small events that change what an episode means (its
+borders, rewards, edits) are kept, in bounds, when the disk refuses them, and written when it works
+again. A forked child starts with an empty queue: what the parent had queued is the parent's to
+write.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _IDLE_S = 30.0
 """Seconds without an event after which the thread ends; the next event starts another."""
 _LINGER_S = 0.2
 """Seconds that an event waits for others, while nobody asks for it to be written."""
+_MOMENT_S = 0.1
+"""Seconds more that it waits for a moment in which the app waits, too."""
+_SENDING_S = 0.002
+"""About how long the app is busy with a request that it sends."""
 _ROUNDS = 4
 """How often to look for events that come without waking anybody, before sleeping."""
 _WORK_S = 0.002
@@ -91,6 +96,8 @@ class Sink:
         self._batch = 0
         """Of the queue, how many events to write now."""
         self._asleep = False
+        self._ripe = False
+        """Whether events are to be written as soon as the app has nothing to do."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -135,6 +142,13 @@ class Sink:
                 "marft-agents cannot start a thread for its log; events wait in memory until"
                 " flush, close or the end of the process, the app goes on",
             )
+
+    def app_waits(self) -> None:
+        """A request goes out: until its answer comes, the app mostly has nothing to do."""
+        if self._ripe:
+            with self._changed:
+                self._ripe = False
+                self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued so far is written or counted lost; False on timeout."""
@@ -290,7 +304,17 @@ class Sink:
             self._asleep = False
             if self._queue:
                 self._changed.wait_for(self._is_urgent, _LINGER_S)
+        if self._queue and not self._is_urgent():
+            self._await_a_moment()
         self._batch = len(self._queue)
+
+    def _await_a_moment(self) -> None:
+        """Wait, not for long, until the app waits for a model; the caller holds the lock."""
+        self._ripe = True
+        self._changed.wait_for(lambda: not self._ripe or self._is_urgent(), _MOMENT_S)
+        came, self._ripe = not self._ripe, False
+        if came:
+            self._changed.wait_for(self._is_urgent, _SENDING_S)
 
     def _is_urgent(self) -> bool:
         """Whether somebody waits, or much does; the caller holds the lock."""

@@ -61,6 +61,30 @@ def test_events_wait_for_others_and_nobody_waits_for_them(monkeypatch: pytest.Mo
     assert sink.close() and len(log.events) == 2
 
 
+def test_events_are_written_while_the_app_waits_for_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sink_module, "_LINGER_S", 0.01)
+    monkeypatch.setattr(sink_module, "_MOMENT_S", 3600.0)
+    written = threading.Event()
+
+    class Tells(InMemoryLog):
+        def write(self, event: Event) -> None:
+            super().write(event)
+            written.set()
+
+    sink = Sink(Tells(), Safety())
+    sink.put(_human("waits"))
+    assert not written.wait(0.5), "the app has something to do"
+    for _ in range(1000):
+        sink.app_waits()  # until the thread looks for it
+        if written.wait(0.01):
+            break
+    assert written.is_set()
+    sink.put(_human("waits as well"))
+    assert sink.close(5), "closing waits for no such moment"
+
+
 @pytest.mark.parametrize(("events", "size"), [(8, 2**20), (100, 800)])
 def test_much_that_waits_is_written(
     events: int, size: int, monkeypatch: pytest.MonkeyPatch
