@@ -38,7 +38,8 @@ def adding(records: Sequence[Record]) -> list[str]:
         " least and most. Only marft-agents asks the server for token ids and"
         " log-probabilities; what their transport costs is in its figures. OpenTelemetry's"
         " instrumentation has a provider of its own: with the process's one, AutoGen would write"
-        " spans of itself, too. A tool that wrote down no call adds nothing and is no rival there.",
+        " spans of itself, too. A tool that wrote down no call adds nothing and is no rival there."
+        " What MLflow writes beside its database is not counted.",
         "",
         "| tool | replies | added at p50 | added to the mean | added at p99 | processor time added"
         " | calls written down | kB written a call | pairs |",
