@@ -12,13 +12,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from marft_agents.recording.missing import say_if_ids_are_missing
-from marft_agents.recording.reply import Choice
-from marft_agents.recording.sampling import (
-    announced_defaults,
-    announced_logits,
-    announced_mode,
-    sampling_of,
-)
+from marft_agents.recording.reply import Choice, Reply
+from marft_agents.recording.sampling import announced_logits, announced_mode, sampling_in_effect
 from marft_agents.schema import Turn
 
 if TYPE_CHECKING:
@@ -63,14 +58,14 @@ class TurnDraft:
         """The turn as the wire has it."""
         call, exchange = self.call, self.exchange
         call.episode.ledger.catch_up()
-        reply = exchange.reply
         given = exchange.choice(self.index) if self.index is not None else None
-        choice = given or Choice()
+        choice, reply = given or Choice(), exchange.reply
         problem = exchange.error or self.problem
         turn = Turn(
             time=self.time,
             **call.identity(self.turn_id, exchange.messages, exchange.links),
-            **_answer(exchange, choice),
+            **_answer(exchange, reply, choice),
+            index=self.place,
             latency_s=round(exchange.ended - self.started, 6),
             attempt=self.attempts,
             complete=reply.complete(choice) if reply else not exchange.streaming,
@@ -81,9 +76,9 @@ class TurnDraft:
         return turn
 
 
-def _answer(exchange: Exchange, choice: Choice) -> dict[str, Any]:
+def _answer(exchange: Exchange, reply: Reply | None, choice: Choice) -> dict[str, Any]:
     """The fields of a turn that come from the wire."""
-    reply, header = exchange.reply, exchange.response_header
+    header = exchange.response_header
     adapter, mode = header("x-marft-adapter"), header("x-marft-logprobs-mode")
     plain = choice.finish_reason == "stop" and not choice.tool_calls
     return {
@@ -99,10 +94,8 @@ def _answer(exchange: Exchange, choice: Choice) -> dict[str, Any]:
         "adapter_start": adapter or (reply.first_model if reply else None),
         "adapter_end": adapter or (reply.last_model if reply else None),
         "logprob_mode": announced_mode(mode),
-        "sampling": sampling_of(
-            exchange.request_body,
-            announced_defaults(header("x-marft-sampling-defaults")),
-            plain_answer=plain,
+        "sampling": sampling_in_effect(
+            exchange.request_body, header("x-marft-sampling-defaults"), plain_answer=plain
         ),
         "model": exchange.asked_model,
     }

@@ -120,8 +120,8 @@ class LiveEpisode:
         """The turn of a draft; asked once for each, in their order."""
         turn = draft.turn()
         with self.lock:
-            changes = {"index": draft.place, **self._once_more(turn)}
-        return turn.model_copy(update=changes)
+            changes = self._once_more(turn)
+        return turn.model_copy(update=changes) if changes else turn
 
     def _place(self, turn_id: str, agent: str) -> int:
         """The index of a turn that is over now."""

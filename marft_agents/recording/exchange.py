@@ -139,7 +139,8 @@ class Exchange:
 
     def choice(self, index: int) -> Choice | None:
         """A choice by its index, and the only one by any: few servers number it otherwise."""
-        choices = self.reply.choices if self.reply else {}
+        reply = self.reply
+        choices = reply.choices if reply else {}
         if index not in choices and len(choices) == 1:
             return next(iter(choices.values()))
         return choices.get(index)

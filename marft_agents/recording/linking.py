@@ -28,9 +28,9 @@ _MOST_WAITING = 1000
 MOST_SOUGHT = 4 * MOST_TURNS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """Text that a turn brought into the conversation."""
+    """Text that a turn brought into the conversation; each is one of its own."""
 
     turn_id: str
     agent: str

@@ -8,6 +8,7 @@ the names of agents and models are never changed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -35,11 +36,13 @@ _KEPT = frozenset(
     }
 )  # fmt: skip
 _REPLY = ("text", "tool_calls", "reasoning")
+_NUMBERS = frozenset({bool, int, float})
 _SHORTEST = 8
 _SHORTEST_NAME = 16
 _MEMO_CHARS = 4_000_000
 _MEMO_ENTRY = 100
 """What an entry takes beside its characters."""
+_MOST_NAMES = 1000
 
 
 @dataclass(frozen=True)
@@ -115,21 +118,25 @@ class Redactor:
         self._keys: tuple[str, ...] = ()
         self._clean: dict[str, None] = {}
         self._clean_chars = 0
+        self._harmless: set[str] = set()
+        """Names that are kept, and so is what stands under them if it is clean."""
         self._labels: list[str] = []
 
     def __call__(self, event: Event) -> Event | None:
         """The event to write; ``None``: the user's function dropped it."""
         self._labels = []
+        self._mind_new_keys()
         updates: JsonDict = {}
         changed: set[str] = set()
-        for name, value in event:
-            if value is None or name in _KEPT:
+        for name, value in _looked_at(event):
+            if value is None or (name in self._harmless and self._is_clean(value)):
                 continue
             found = len(self._labels)
             if (new := self._under(name, value)) is not value:
                 updates[name] = new
             if len(self._labels) > found:
                 changed.add(name)
+            self._note_name(name)
         if isinstance(event, EpisodeStarted) and self._plan.hash_fields:
             for name in ("task", "metadata"):
                 updates[name] = self._hashed(updates.get(name, getattr(event, name)))
@@ -145,6 +152,33 @@ class Redactor:
         if isinstance(event, Turn):
             return self._without_ids(event, changed)
         return event
+
+    def _mind_new_keys(self) -> None:
+        """What was clean may hold a key that was not known then."""
+        if self._safety.keys is not self._keys:
+            self._keys = self._safety.keys
+            self._clean.clear()
+            self._harmless.clear()
+            self._clean_chars = 0
+
+    def _is_clean(self, value: Any) -> bool:
+        """Whether ``value`` is certainly left as it is: all of it was met before, and was clean.
+
+        A chat sends its history again with each turn.
+        """
+        kind = type(value)
+        if kind is str:
+            return value in self._clean or (len(value) < _SHORTEST and not self._patterns)
+        if kind is dict:
+            for name, item in value.items():
+                if name not in self._harmless or not self._is_clean(item):
+                    return False
+            return True
+        if kind is list:
+            return all(map(self._is_clean, value))
+        if isinstance(value, BaseModel):
+            return not value.model_extra and all(map(self._is_clean, value.__dict__.values()))
+        return value is None or kind in _NUMBERS
 
     def _walk(self, value: Any) -> Any:
         """``value`` without secrets; itself where nothing changed."""
@@ -170,9 +204,15 @@ class Redactor:
         out: dict[str, Any] = {}
         for name, value in fields.items():
             key = self._text(name) if len(name) >= _SHORTEST_NAME else name
+            if key is name:
+                self._note_name(name)
             out[key] = new = self._under(name, value)
             changed = changed or new is not value or key is not name
         return out if changed else fields
+
+    def _note_name(self, name: str) -> None:
+        if len(self._harmless) < _MOST_NAMES and (not self._plan.defaults or not name_kind(name)):
+            self._harmless.add(name)
 
     def _under(self, name: str, value: Any) -> Any:
         if not self._plan.defaults or name_kind(name) is None:
@@ -191,10 +231,7 @@ class Redactor:
     def _text(self, text: str) -> str:
         if len(text) < _SHORTEST and not self._patterns:
             return text
-        if self._safety.keys is not self._keys:
-            self._keys = self._safety.keys
-            self._clean.clear()
-            self._clean_chars = 0
+        self._mind_new_keys()
         if text in self._clean:
             return text
         new = text
@@ -218,7 +255,7 @@ class Redactor:
         return match[0][:start] + MASK.format("pattern") + match[0][end:]
 
     def _remember(self, text: str) -> None:
-        """A chat sends its history again with each turn; what was clean is clean."""
+        """What was clean is clean."""
         if len(text) > _MEMO_CHARS // 4:
             return
         self._clean[text] = None
@@ -265,6 +302,20 @@ class Redactor:
             " MarftRecorder(redact=...) if it is none",
         )
         return turn.model_copy(update=updates)
+
+
+def _looked_at(event: Event) -> Iterable[tuple[str, Any]]:
+    """The fields that may hold what is to be taken out."""
+    fields = event.__dict__
+    known = [(name, fields[name]) for name in _names_of(type(event))]
+    if event.model_extra:
+        known += [(k, v) for k, v in event.model_extra.items() if k not in _KEPT]
+    return known
+
+
+@functools.cache
+def _names_of(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(name for name in kind.model_fields if name not in _KEPT)
 
 
 def _differing(old: Event, new: Event) -> set[str]:

@@ -7,6 +7,7 @@ among several replies, leaves its mark: such a reply is no plain sample of the p
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -50,11 +51,42 @@ _SHAPING = (
     "no_repeat_ngram_size",
 )
 """Fields that change which token is drawn, beyond those that ``Sampling`` has by name."""
+_READ = frozenset(
+    {
+        *_FLOATS, *_INTS, *_GRAMMARS, *_SHAPING, "max_completion_tokens", "stop", "stop_token_ids",
+        "ignore_eos", "tool_choice", "function_call", "response_format", "tools",
+        "parallel_tool_calls", "use_beam_search", "best_of", "n",
+    }
+)  # fmt: skip
+"""Every field of a request that is looked at here."""
 _WITHOUT_EFFECT = (None, False, 0, "", [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
     "typical_p": (None, 1),
 }
+
+
+def sampling_in_effect(
+    request: Mapping[str, Any], announced: str | None, *, plain_answer: bool = False
+) -> Sampling:
+    """``sampling_of`` a request to a server with this header of defaults.
+
+    An application asks for the same settings again and again; they are worked out once.
+    """
+    asked = tuple((k, type(v), v) for k, v in request.items() if k in _READ)
+    try:
+        return _known_sampling(asked, announced, plain_answer)
+    except TypeError:  # a list or an object among them
+        defaults = announced_defaults(announced)
+        return sampling_of(request, defaults, plain_answer=plain_answer)
+
+
+@functools.lru_cache(maxsize=256)
+def _known_sampling(
+    asked: tuple[tuple[str, type, Any], ...], announced: str | None, plain_answer: bool
+) -> Sampling:
+    request = {name: value for name, _, value in asked}
+    return sampling_of(request, announced_defaults(announced), plain_answer=plain_answer)
 
 
 def sampling_of(

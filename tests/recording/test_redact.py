@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from marft_agents.cli.logs_import import command
 from marft_agents.errors import ConfigError
@@ -351,3 +353,48 @@ def test_what_is_imported_is_masked_too(tmp_path: Path) -> None:
 def test_a_recorder_says_what_it_cannot_do(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MarftRecorder(**options)
+
+
+OWN_KEY = "planner-4711-of-mine"
+"""One that nobody could tell by its looks."""
+_TEXTS = st.sampled_from(
+    ["user", "hello there", KEY, "my house", OWN_KEY, f"{OWN_KEY} {KEY}", "", "x" * 40]
+)
+_NAMES = st.sampled_from(["role", "content", "api_key", "token", "a name of its own", OWN_KEY])
+_VALUES = st.recursive(
+    _TEXTS | st.integers(0, 3) | st.none() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+_MESSAGES = st.lists(st.dictionaries(_NAMES, _VALUES, max_size=3), max_size=3)
+_SEEN = st.builds(
+    turn,
+    text=_TEXTS,
+    messages=_MESSAGES,
+    tool_calls=st.none() | _MESSAGES,
+    api_key=_VALUES,
+    sampling=st.fixed_dictionaries({"stop": st.lists(_TEXTS, max_size=2), "token": _VALUES}),
+)
+_HOWS = [
+    "default", "off", Redaction(patterns=["house"]), Redaction(defaults=False, patterns=["u.e"])
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    events=st.lists(_SEEN | st.just("learns a key"), min_size=2, max_size=6),
+    how=st.sampled_from(_HOWS),
+)
+def test_what_was_met_before_is_redacted_as_at_first_sight(
+    events: list[Turn | str], how: Redact
+) -> None:
+    """A redactor remembers what was clean; names, new keys and patterns count all the same."""
+    safety = Safety(False)
+    remembering = Redactor(how, safety)
+    for event in events:
+        if isinstance(event, str):
+            safety.hide(OWN_KEY)
+        else:
+            new = Redactor(how, safety)(event)
+            assert remembering(event) == new
+            assert remembering(event) == new

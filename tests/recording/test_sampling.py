@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from marft_agents.recording.sampling import (
     announced_defaults,
     announced_logits,
     announced_mode,
     constrained,
+    sampling_in_effect,
     sampling_of,
 )
 from marft_agents.schema import Turn
@@ -159,3 +162,35 @@ def test_free_tool_calls_are_held_to_a_form_where_vllm_does_so(
     """vLLM 0.32 constrains calls under "auto" for strict tools and single calls; text is free."""
     assert constrained(request_, defaults) == held
     assert not constrained(request_, defaults, plain_answer=True)
+
+
+_SETTINGS = [
+    "temperature", "top_k", "seed", "max_tokens", "max_completion_tokens", "stop", "ignore_eos",
+    "stop_token_ids", "tool_choice", "parallel_tool_calls", "function_call", "response_format",
+    "tools", "guided_json", "logit_bias", "min_tokens", "typical_p", "best_of", "n",
+    "use_beam_search", "user", "messages",
+]  # fmt: skip
+_SAID = st.sampled_from(
+    [0, 1, 1.0, 0.0, True, False, None, 2, "x", "required", "none", [], ["x"], [1], {},
+     {"type": "json_schema"}, {"name": "f"}, [{"type": "function", "function": {"strict": True}}]]
+)  # fmt: skip
+_ANNOUNCED = [None, "{", '{"temperature": 0.7}', '{"tool_strict_level": "function"}']
+
+
+@given(
+    request=st.dictionaries(st.sampled_from(_SETTINGS), _SAID, max_size=5),
+    announced=st.sampled_from(_ANNOUNCED),
+    plain=st.booleans(),
+)
+def test_settings_that_were_worked_out_before_are_those_of_this_request(
+    request: dict[str, Any], announced: str | None, plain: bool
+) -> None:
+    want = sampling_of(request, announced_defaults(announced), plain_answer=plain)
+    for _ in range(2):
+        assert sampling_in_effect(request, announced, plain_answer=plain) == want
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_equal_values_of_another_type_are_other_settings(name: str) -> None:
+    for value in (1, True, 1.0, 0, False, 0.0):
+        assert sampling_in_effect({name: value}, None) == sampling_of({name: value}, {})
