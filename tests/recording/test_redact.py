@@ -398,3 +398,12 @@ def test_what_was_met_before_is_redacted_as_at_first_sight(
             new = Redactor(how, safety)(event)
             assert remembering(event) == new
             assert remembering(event) == new
+
+
+def test_a_key_that_becomes_known_is_masked_where_it_was_a_harmless_name() -> None:
+    safety = Safety(False)
+    redactor = Redactor("default", safety)
+    event = turn(messages=[{"role": "user", "content": None, OWN_KEY: 1}])
+    assert redactor(event) == event
+    safety.hide(OWN_KEY)
+    assert OWN_KEY not in repr(redactor(event))
