@@ -83,11 +83,11 @@ class LogWriter:
             while done < len(lines):
                 try:
                     file = self._segment()
-                except OSError:
+                    ends = accumulate(map(len, lines[done:]), initial=file.size)
+                    fitting = max(1, sum(end < self._segment_bytes for end in ends))
+                    taken = file.append_many(lines[done : done + fitting])
+                except Exception:  # ``write`` says which, for the next event
                     break
-                ends = accumulate(map(len, lines[done:]), initial=file.size)
-                fitting = max(1, sum(end < self._segment_bytes for end in ends))
-                taken = file.append_many(lines[done : done + fitting])
                 done += taken
                 if taken < min(fitting, len(lines) - done + taken):
                     break

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from marft_agents.recording.safety import Safety
@@ -34,7 +33,10 @@ class WritesMany(Protocol):
     """A log that takes several events in one go."""
 
     def write_many(self, events: Sequence[Event]) -> int:
-        """How many of them, from the first on, are in the log: fewer where the disk refused."""
+        """How many of them, from the first on, are in the log: fewer where the disk refused.
+
+        Where it raises, none of them is.
+        """
         ...
 
 
@@ -119,18 +121,20 @@ class Outlet:
             problem = error
         for event in ready[self._written_together(ready) :]:
             try:
-                self._write(event)
+                works = self._write(event)
             except BaseException as error:
                 self.lose(event)
                 problem = error
+                continue
+            if works:
+                problem = self._rewrite() or problem
         if problem is not None:
             raise problem
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            with suppress(Exception):
-                self._rewrite()
+            self._rewrite()
             with self._safety.guard("close the log"):
                 self._log.close()
 
@@ -160,7 +164,7 @@ class Outlet:
 
     def _written_together(self, events: Sequence[Event]) -> int:
         """How many events, from the first on, the log took in one go."""
-        if self._many is None or len(events) < 2:
+        if self._many is None or len(events) < 2 or self._kept:
             return 0
         try:
             done = self._many.write_many([self._final(event) for event in events])
@@ -168,24 +172,33 @@ class Outlet:
             return 0  # one by one, it shows for which
         for event in events[:done]:
             self._forget(event)
-        if done:
-            self._rewrite()
         return done
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Event) -> bool:
+        """Whether the log takes events; one that it does not take is kept or lost."""
         if self._written(event):
-            self._rewrite()
-        elif isinstance(event, BORDERS) and len(self._kept) < RESERVE:
+            return True
+        if isinstance(event, BORDERS) and len(self._kept) < RESERVE:
             self._kept.append(event)
         else:
             self.lose(event)
+        return False
 
-    def _rewrite(self) -> None:
-        """The disk works (again): write what was kept from its errors."""
+    def _rewrite(self) -> BaseException | None:
+        """The disk works (again): write what was kept from its errors.
+
+        Returns the last that the log raised and that is no ``Exception``.
+        """
         kept, self._kept = self._kept, deque[Event]()
+        problem: BaseException | None = None
         for event in kept:
-            if not self._written(event):
+            try:
+                written = self._written(event)
+            except BaseException as error:
+                written, problem = False, error
+            if not written:
                 self.lose(event)
+        return problem
 
     def _written(self, event: Event) -> bool:
         """Whether the log took ``event``, which is True also for one that it never will."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from marft_agents.log import LogReader, LogWriter, append_event
+from marft_agents.log import writer as writer_module
 from marft_agents.log.encode import encode_line
 from marft_agents.log.segment import LineFile
 from marft_agents.schema import Turn
@@ -198,6 +199,24 @@ def test_case_20_of_many_events_those_before_the_full_disk_are_written(tmp_path:
     lines = ["reply 0", "reply 1", "reply 2", None, "reply 3", "reply 4"]
     assert line_texts(writer.path) == lines
     writer.close()
+
+
+def test_of_many_events_those_before_an_error_are_told_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a new segment fails by; else somebody would write them again."""
+    size = len(encode_line(turn(0)))
+    with LogWriter(tmp_path, segment_bytes=2 * size) as writer:
+        writer.write(turn(0))
+
+        def fails(*_: object, **__: object) -> None:
+            raise ValueError("embedded null byte")
+
+        monkeypatch.setattr(writer_module, "LineFile", fails)
+        assert writer.write_many([turn(n) for n in range(1, 4)]) == 1
+        with pytest.raises(ValueError, match="null byte"):
+            writer.write(turn(2))
+    assert set(texts(tmp_path)) == {"reply 0", "reply 1"}
 
 
 def test_case_20_full_disk_tears_one_line_only(tmp_path: Path) -> None:

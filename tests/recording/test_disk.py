@@ -260,6 +260,33 @@ def test_an_end_written_with_others_says_what_was_lost_before() -> None:
     assert [ended.dropped_events for ended in later.of(EpisodeEnded)] == [1, 0], "told once"
 
 
+def test_an_event_that_was_written_is_not_lost_with_one_that_was_kept() -> None:
+    class LeavesOnRewards(TakesMany):
+        full = True
+
+        def write(self, event: Event) -> None:
+            if isinstance(event, RewardEvent):
+                if self.full:
+                    raise OSError("full")
+                if event.value == 1.0:
+                    sys.exit()
+            super().write(event)
+
+    log = LeavesOnRewards([])
+    outlet = Outlet(log, Safety(False), lambda event: event)
+    for value in (0.0, 1.0, 2.0):
+        outlet.write(iter([RewardEvent(episode_id="e", value=value)]))
+    assert (outlet.kept, outlet.lost, log.events) == (3, 0, [])
+    log.full = False
+    people = [HumanEvent(episode_id="e", text=str(n)) for n in range(2)]
+    with pytest.raises(SystemExit):
+        outlet.write(iter([*people, EpisodeEnded(episode_id="e")]))
+    assert [event.text for event in log.of(HumanEvent)] == ["0", "1"]
+    assert [event.value for event in log.of(RewardEvent)] == [0.0, 2.0]
+    assert log.of(EpisodeEnded)[0].dropped_events == outlet.lost == 1
+    assert log.asked == [], "one by one, while something is kept"
+
+
 def test_what_is_ready_is_written_when_the_next_event_ends_the_thread() -> None:
     log = TakesMany([])
 
