@@ -17,6 +17,8 @@ from marft_agents.schema import Probe
 
 TOLERANCE = 1e-2
 MIN_EFFECT = 1e-4
+_ANOTHER_MODEL = 0.5
+"""Nats; half precision makes less of a difference."""
 _BASELINE_TOKENS = 24
 
 
@@ -99,7 +101,7 @@ def judge_against_trainer(
         raise SwapError(
             f"{name} does not answer as it was trained: log-probabilities differ by up to"
             f" {error:.3g} (allowed: {tolerance:g}); from the base's they differ by {effect:.3g}."
-            " An engine in half precision needs a higher --probe-tolerance"
+            f" {_likely_cause(error, effect)}"
         )
     if not untrained and not (effect > MIN_EFFECT and error < effect):
         raise SwapError(
@@ -107,6 +109,15 @@ def judge_against_trainer(
             f" {effect:.1e} and from the trainer's by {error:.1e}; the adapter is not applied"
         )
     return ProbeReport("trainer", len(served), error, effect)
+
+
+def _likely_cause(error: float, effect: float) -> str:
+    if min(error, effect) > _ANOTHER_MODEL:
+        return (
+            "So does an engine that runs another base model than the one it was trained on:"
+            " start the engine with the weights that --model names"
+        )
+    return "An engine in half precision needs a higher --probe-tolerance"
 
 
 def judge_against_base(
