@@ -13,14 +13,18 @@ from typing import Any, cast
 
 from marft_agents.recording import ConfigError
 from marft_agents_autogen.client import RecordingClient, not_recorded, recorder_of, stood_for
-from marft_agents_autogen.kinds import is_client, is_member
+from marft_agents_autogen.kinds import NEITHER, is_client, is_member
 from marft_agents_autogen.sdk import capture_sdk, from_openai, is_sdk
 from marft_agents_autogen.seats import Binding, Seat
+
+_NOTHING_INSIDE = NEITHER - {list, dict}
 
 
 def patch_clients(holder: Any, seat: Seat, binding: Binding) -> None:
     """Record every model client among the attributes of ``holder``, once."""
     for name, value in _attributes(holder).items():
+        if type(value) in _NOTHING_INSIDE:
+            continue
         if is_client(value):
             _stand_in(holder, name, value, seat, binding)
         elif isinstance(value, list | dict):
@@ -45,7 +49,9 @@ def _attributes(holder: Any) -> dict[str, Any]:
     """What an object has, and the clients that its class gives it."""
     found: dict[str, Any] = {}
     for base in reversed(type(holder).__mro__):
-        found |= {n: v for n, v in vars(base).items() if is_client(v)}
+        for name, value in vars(base).items():
+            if type(value) not in NEITHER and is_client(value):
+                found[name] = value
     return found | vars(holder)
 
 

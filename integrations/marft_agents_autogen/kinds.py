@@ -8,22 +8,33 @@ at.
 from __future__ import annotations
 
 import functools
-from types import FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 from autogen_agentchat.base import ChatAgent, Team
 from autogen_core.models import ChatCompletionClient
 
-_NEITHER = frozenset(
-    {FunctionType, property, staticmethod, classmethod, str, bool, int, type(None)}
-)
-"""Classes of most attributes of objects and classes."""
+NEITHER: frozenset[type[Any]] = frozenset(
+    {
+        FunctionType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType,
+        GetSetDescriptorType, MemberDescriptorType, property, staticmethod, classmethod,
+        str, bytes, bool, int, float, dict, list, tuple, set, frozenset, type(None),
+    }
+)  # fmt: skip
+"""Classes of most attributes of objects and classes: no clients, agents or teams."""
 
 
 def is_client(obj: Any) -> bool:
     """Whether it is a model client, or stands for one."""
     kind = type(obj)
-    if kind in _NEITHER:
+    if kind in NEITHER:
         return False
     shown = obj.__class__
     return _is(kind, ChatCompletionClient) or (
@@ -34,7 +45,7 @@ def is_client(obj: Any) -> bool:
 def is_member(obj: Any) -> bool:
     """Whether it is an agent or a team, or stands for one."""
     kind = type(obj)
-    if kind in _NEITHER:
+    if kind in NEITHER:
         return False
     shown = obj.__class__
     if _is(kind, ChatAgent) or _is(kind, Team):

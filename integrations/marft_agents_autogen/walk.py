@@ -17,7 +17,7 @@ from autogen_agentchat.teams import SelectorGroupChat, Swarm
 from marft_agents.recording import ConfigError, EpisodeHandle, IntegrationError, MarftRecorder
 from marft_agents_autogen.compat import FILTER_AGENT
 from marft_agents_autogen.holders import patch_clients, patch_manager
-from marft_agents_autogen.kinds import is_member
+from marft_agents_autogen.kinds import NEITHER, is_member
 from marft_agents_autogen.runs import patch_runs
 from marft_agents_autogen.seats import SEAT, Binding, Role, Seat, seat_of
 from marft_agents_autogen.speeches import patch_executor, patch_speeches
@@ -124,7 +124,7 @@ def _children(obj: Any) -> Iterator[Any]:
         elif isinstance(value, list | tuple | set | frozenset):
             items = list(cast("Iterable[Any]", value))
         for item in items:
-            if is_member(item):
+            if type(item) not in NEITHER and is_member(item):
                 yield item
 
 

@@ -29,8 +29,9 @@ class Answer:
         self.expected = expected
         self.over = False
         self._reader = StreamReader(expected, echo=echo) if streaming else None
-        self._unread: deque[Line | bytes] = deque()
-        """Lines, and whole events."""
+        if streaming:
+            self._unread: deque[Line | bytes] = deque()
+            """Lines, and whole events."""
         self._pieces: list[bytes] = []
         self._reply: Reply | None = None
         self._reasons = 0
@@ -54,8 +55,9 @@ class Answer:
 
     def end(self, rest: Iterable[Line] = ()) -> None:
         """Nothing more will come; ``rest``: a line without an end."""
-        self._unread.extend(rest)
-        if self._reader is None and self._pieces:
+        if self._reader is not None:
+            self._unread.extend(rest)
+        elif self._pieces:
             self._pieces = [b"".join(self._pieces)]
             self._reasons = self._pieces[0].count(_REASON)
         self.over = True

@@ -111,7 +111,7 @@ class Call:
         """An attempt goes out; what its prompt contains is decided now."""
         before = self.exchanges[-1] if self.exchanges else None
         self.exchanges.append(exchange)
-        self.episode.ledger.later(lambda: self._link(exchange, before))
+        self.episode.ledger.later(self._link, exchange, before)
 
     def _link(self, exchange: Exchange, before: Exchange | None) -> None:
         if before is not None and before.messages == exchange.messages:  # tried again
@@ -124,8 +124,7 @@ class Call:
         turn_id = exchange.turn_ids.get(index)
         if turn_id is None:
             turn_id = exchange.turn_ids[index] = self.new_turn_id(index)
-            known = turn_id
-            self.episode.ledger.later(lambda: self._enter_choice(exchange, index, known))
+            self.episode.ledger.later(self._enter_choice, exchange, index, turn_id)
         return turn_id
 
     def _enter_choice(self, exchange: Exchange, index: int, turn_id: str) -> None:

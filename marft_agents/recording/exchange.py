@@ -8,6 +8,7 @@ taken out again. Reading it also feeds the record. ``httpx`` and ``httpx2`` are 
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from marft_agents.recording.episode import describe_error
 from marft_agents.recording.headers import by_name, decoded, keys_of
 from marft_agents.recording.jsontext import JsonObject, mapping
 from marft_agents.recording.lines import Lines
-from marft_agents.recording.linking import Links
+from marft_agents.recording.linking import NO_LINKS
 from marft_agents.recording.outgoing import rebuilt, token_fields
 from marft_agents.recording.reply import Choice, Reply
 from marft_agents.recording.restoring import NOTHING, Restorer, restored_response, set_length
@@ -43,6 +44,8 @@ class Exchange:
     """
 
     injected = refused_fields = False
+    links = NO_LINKS
+    """Known once the episode's ledger has caught up."""
     verdict: Verdict | None = None
     status: int | None = None
     streaming = closed = False
@@ -67,8 +70,6 @@ class Exchange:
         self.request_body = body
         model = body.get("model")
         self.asked_model: str | None = model if isinstance(model, str) else None
-        self.links = Links([])
-        """Known once the episode's ledger has caught up."""
         self.turn_ids: dict[int, str] = {}
         """Turn id of each choice that later prompts may contain."""
         self.base_url = str(request.url).partition("?")[0].removesuffix(CHAT_PATH)
@@ -78,7 +79,6 @@ class Exchange:
         self._tagged, self._request = tagged, request
         self._headers: dict[bytes, bytes] = {}
         """Of the response; a copy, as the app may change them."""
-        self._lines = Lines()
         self._keys = keys_of(request.headers)
         for key in self._keys:
             call.episode.core.safety.hide(key)
@@ -173,7 +173,7 @@ class Exchange:
         assert self._wire is not None
         call, body = self.call, self._wire.fields
         put = token_fields(body) if inject else {}
-        self._hidden = frozenset(name.removeprefix("return_") for name in put)
+        self._hidden = _hidden_by(tuple(put))
         model = routed_model(call.episode.core, call.agent, self)
         if model is not None and model != self.asked_model:
             put["model"] = model
@@ -216,6 +216,8 @@ class Exchange:
         if self.answered and asked != self.streaming:
             asked_for = "a stream" if asked else "a reply in one piece"
             self.error = f"the app asked for {asked_for} and the server answered otherwise"
+        if self.streaming:
+            self._lines = Lines()
         echo = bool(self.request_body.get("echo"))
         self._answer = Answer(streaming=self.streaming, expected=self._expected(), echo=echo)
         if self.answered and (self._hidden or self._renamed):
@@ -356,6 +358,12 @@ class Exchange:
             if len(key) >= _SHORTEST_KEY:  # "x" and the like are no secrets, but parts of words
                 text = text.replace(key, "***")
         return text[:500]
+
+
+@functools.lru_cache(maxsize=64)
+def _hidden_by(asked: tuple[str, ...]) -> frozenset[str]:
+    """What the app is not to see of a reply that was asked for more."""
+    return frozenset(name.removeprefix("return_") for name in asked)
 
 
 def _sent_messages(messages: Any) -> list[JsonDict]:

@@ -49,6 +49,9 @@ class Links(NamedTuple):
     complete: bool = True
 
 
+NO_LINKS = Links([])
+
+
 @dataclass(slots=True)
 class _Held:
     """What is held of one turn; ``order``: its place among all that ever were."""
@@ -107,7 +110,7 @@ class Ledger:
         self.let_go = False
         """Whether outputs of this episode are no longer held."""
         self._most_turns, self._most_text = most_turns, most_text
-        self._later: deque[Callable[[], None]] = deque()
+        self._later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._count = self._size = 0
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._outputs: dict[Output, None] = {}
@@ -119,9 +122,9 @@ class Ledger:
         """The lock may have been held by a thread that a forked child does not have."""
         self.reading = threading.RLock()
 
-    def later(self, action: Callable[[], None]) -> None:
+    def later(self, action: Callable[..., None], *args: Any) -> None:
         """Have ``action`` called in its turn; it may use ``note`` and ``found`` only."""
-        self._later.append(action)
+        self._later.append((action, args))
         if len(self._later) > _MOST_WAITING:  # nobody asks: the log takes no events
             self.catch_up()
 
@@ -133,7 +136,8 @@ class Ledger:
         """
         with self.reading:
             while self._later:
-                self._later.popleft()()
+                action, args = self._later.popleft()
+                action(*args)
 
     def add(
         self,
@@ -145,8 +149,7 @@ class Ledger:
         quotable: bool = True,
     ) -> None:
         """Register what a turn said; again with another ``text`` for a framework's rendering."""
-        calls = tuple(call_ids)
-        self.later(lambda: self.note(turn_id, agent, text, calls, quotable))
+        self.later(self.note, turn_id, agent, text, tuple(call_ids), quotable)
 
     def link(
         self,
