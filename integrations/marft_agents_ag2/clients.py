@@ -114,7 +114,7 @@ def _finish(
     captured: bool,
     sent: tuple[Any, Any],
 ) -> None:
-    foreign = not call.exchanges
+    foreign = not call.sent
     cached = foreign and captured and problem is None
     call.finish(problem, unseen(*sent, response, cached=cached) if foreign else None)
     if call.agent == turn.agent and call.kind == "act":

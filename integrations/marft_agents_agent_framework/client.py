@@ -199,23 +199,23 @@ class _Request:
         call = self._call
         if call.finished:
             return
-        call.finish(unseen=None if call.exchanges else unseen(self._messages, result))
+        call.finish(unseen=None if call.sent else unseen(self._messages, result))
         self._speech.end_call(call)
-        if not call.exchanges:
+        if not call.sent:
             say_uncaptured(self._speech.seat, self._client)
 
     def read(self) -> None:
-        if self._call.exchanges:  # what the app makes of it may still fail
+        if self._call.sent:  # what the app makes of it may still fail
             self.done(None)
 
     def failed(self, error: BaseException | None) -> None:
         call = self._call
         if call.finished:
             return
-        if error is None and not call.exchanges:  # never sent
+        if error is None and not call.sent:  # never sent
             call.finished = True
             call.episode.open_calls.discard(call)
-        call.finish(error, None if call.exchanges else unseen(self._messages, None))
+        call.finish(error, None if call.sent else unseen(self._messages, None))
         self._speech.end_call(call)
 
 

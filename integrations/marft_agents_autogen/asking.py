@@ -39,7 +39,7 @@ class Ask:
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         call = self.call
-        unseen = None if call.exchanges else _unseen(self._messages, result, self._client)
+        unseen = None if call.sent else _unseen(self._messages, result, self._client)
         call.finish(error, unseen)
         if call.turn_ids and self._frame is not None:
             self._add(self._frame, call.turn_ids, isinstance(_content(result), list))

@@ -150,7 +150,8 @@ def _finish(
     error: BaseException | None = None,
 ) -> None:
     unseen: Unseen | None = None
-    if not call.exchanges:
+    last = call.exchanges[-1] if call.exchanges else None
+    if not call.sent:
         unseen = _unseen(wrapper, config, response, seat.recorder.core.keep_caches)
     call.finish(error, unseen)
     if unseen is not None and error is None:
@@ -158,13 +159,14 @@ def _finish(
     if speech is not None:
         speech.calls.discard(call)
     if error is None and call.turn_ids:
-        _remember(call, speech, seat, unseen)
+        _remember(call, speech, seat, last.reply if last else None, unseen)
 
 
-def _remember(call: Call, speech: Speech | None, seat: Seat, unseen: Unseen | None) -> None:
+def _remember(
+    call: Call, speech: Speech | None, seat: Seat, reply: Any, unseen: Unseen | None
+) -> None:
     """What later replies of the episode refer to: the text, the tool calls, the selection."""
     text, calls = (unseen.text, unseen.tool_calls) if unseen else (None, None)
-    reply = call.exchanges[-1].reply if call.exchanges else None
     if reply is not None and reply.choices:
         choice = next(iter(reply.choices.values()))
         text, calls = choice.text, choice.tool_calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -143,16 +143,16 @@ class _Seen:
         with run.safety.guard("record a model call"):
             output = getattr(response, "output", None) or ()
             cached = self._captured and error is None
-            made = None
-            if not call.exchanges:
+            made, last = None, call.exchanges[-1] if call.exchanges else None
+            if not call.sent:
                 made = unseen(self._system, self._items, output, cached=cached)
             call.finish(error, made)
             run.turns += call.turn_ids
             run.calls = function_calls(output)
             if made is not None and response is not None:
                 self._say_cached() if made.cached else self._say_uncaptured()
-            elif run.calls:
-                self._say_strict()
+            elif run.calls and last is not None:
+                self._say_strict(last.request_body.get("tools") or ())
 
     def _say_cached(self) -> None:
         self._run.safety.warn_once(
@@ -179,9 +179,8 @@ class _Seen:
             f" which {why}; its turns are logged without tokens and cannot be trained on; {cure}",
         )
 
-    def _say_strict(self) -> None:
+    def _say_strict(self, tools: Sequence[Any]) -> None:
         """Newer versions make tools and handoffs strict unless they are told otherwise."""
-        tools = self._call.exchanges[-1].request_body.get("tools") or ()
         if any(tool.get("function", {}).get("strict") is True for tool in tools):
             self._run.safety.warn_once(
                 ("strict", self._run.agent),

@@ -80,6 +80,9 @@ class Call:
         self.agent = agent
         self.kind: TurnKind = kind
         self.exchanges: list[Exchange] = []
+        """Its attempts, until it is over: they and the call hold each other."""
+        self.sent = False
+        """Whether there was one."""
         self.turn_ids: list[str] = []
         self.finished = False
         self._selected_by = selected_by
@@ -111,6 +114,7 @@ class Call:
         """An attempt goes out; what its prompt contains is decided now."""
         before = self.exchanges[-1] if self.exchanges else None
         self.exchanges.append(exchange)
+        self.sent = True
         self.episode.ledger.later(self._link, exchange, before)
 
     def _link(self, exchange: Exchange, before: Exchange | None) -> None:
@@ -159,6 +163,7 @@ class Call:
                 exchange.close()
                 self._log_exchange(attempts, error if last else None)
                 attempts = []
+        self.exchanges.clear()
 
     def over(self, exchange: Exchange) -> None:
         """The app is through with an attempt's response; whoever made the call finishes it."""
