@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 from marft_agents.recording.answer import Answer
@@ -222,7 +223,7 @@ class Exchange:
         self._answer = Answer(streaming=self.streaming, expected=self._expected(), echo=echo)
         if self.answered and (self._hidden or self._renamed):
             asked = self.asked_model if self._renamed else None
-            self._restorer = Restorer(asked, self._hidden, failed=self._failed_to_restore)
+            self._restorer = Restorer(asked, self._hidden, failed=self._restoring_failed())
 
     def received(self, response: Any, *, stream: bool, is_async: bool) -> Any:
         """Attach to ``response``; returns what the app is to get (the same object, as a rule)."""
@@ -294,8 +295,8 @@ class Exchange:
             return restorer.end(self._lines.rest())
         return restorer.whole(self._answer.body)
 
-    def _failed_to_restore(self, error: Exception) -> None:
-        self.call.episode.core.safety.failed("restore a reply", error)
+    def _restoring_failed(self) -> Callable[[Exception], None]:
+        return functools.partial(self.call.episode.core.safety.failed, "restore a reply")
 
     def close(self, error: BaseException | None = None) -> None:
         """The response is read, given up, or cut by ``error``. The first time counts."""

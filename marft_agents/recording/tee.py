@@ -1,7 +1,8 @@
 """A response that feeds its record while the app reads it.
 
 Invariant: the app gets what it is to see of each chunk at the moment of the chunk; feeding comes
-before that, and ends when the app has read everything, closes the response, or lets it go.
+before that, and ends when the app has read everything, closes the response, or lets it go. From
+then on the response is as it was and holds nothing of ours: it may live long.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def _tee_sync(response: Any, exchange: Exchange) -> None:
         finally:
             reading = False
             _over(exchange, problem)
+            _untie(response, ours)
 
     def close_response() -> None:
         try:
@@ -69,8 +71,10 @@ def _tee_sync(response: Any, exchange: Exchange) -> None:
         finally:
             if not reading:
                 _over(exchange)
+                _untie(response, ours)
 
-    response.iter_bytes, response.close = iter_bytes, close_response
+    ours: dict[str, Any] = {"iter_bytes": iter_bytes, "close": close_response}
+    vars(response).update(ours)
 
 
 def _tee_async(response: Any, exchange: Exchange) -> None:
@@ -103,6 +107,7 @@ def _tee_async(response: Any, exchange: Exchange) -> None:
         finally:
             reading = False
             _over(exchange, problem)
+            _untie(response, ours)
             await chunks.aclose()
 
     async def close_response() -> None:
@@ -111,8 +116,19 @@ def _tee_async(response: Any, exchange: Exchange) -> None:
         finally:
             if not reading:
                 _over(exchange)
+                _untie(response, ours)
 
-    response.aiter_bytes, response.aclose = aiter_bytes, close_response
+    ours: dict[str, Any] = {"aiter_bytes": aiter_bytes, "aclose": close_response}
+    vars(response).update(ours)
+
+
+def _untie(response: Any, ours: dict[str, Any]) -> None:
+    """Take away what replaced the response's own, unless somebody else has replaced that."""
+    fields = vars(response)
+    for name, value in ours.items():
+        if fields.get(name) is value:
+            del fields[name]
+    ours.clear()  # they know it, too
 
 
 def _over(exchange: Exchange, problem: BaseException | None = None) -> None:
