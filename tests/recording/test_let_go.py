@@ -10,6 +10,7 @@ import asyncio
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,10 @@ def _held() -> dict[str, int]:
     return {name: kinds[name] for name in KINDS if kinds[name]}
 
 
+def _read(answer: Any, stream: bool) -> None:
+    assert list(answer) if stream else answer.choices
+
+
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_are_logged_are_gone(stream: bool) -> None:
@@ -43,9 +48,7 @@ def test_calls_that_are_logged_are_gone(stream: bool) -> None:
         recorder.capture(client, "planner")
         with recorder.episode():
             for _ in range(4):
-                answer = ask(client, stream=stream)
-                assert list(answer) if stream else answer.choices
-            del answer
+                _read(ask(client, stream=stream), stream)
         assert recorder.flush()
         assert len(log.turns) == 4 and all(turn.trainable for turn in log.turns)
         assert _held() == {}
@@ -54,18 +57,17 @@ def test_calls_that_are_logged_are_gone(stream: bool) -> None:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("stream", [False, True])
 def test_and_so_are_those_of_tasks(stream: bool) -> None:
+    async def ask_once(completions: Any) -> None:
+        answer = await completions.create(model="planner", messages=HELLO, stream=stream)
+        assert [chunk async for chunk in answer] if stream else answer.choices
+
     async def talk() -> None:
         client = async_sdk(server)
         recorder.capture(client, "planner")
         async with recorder.episode():
             for _ in range(4):
-                answer = await client.chat.completions.create(
-                    model="planner", messages=HELLO, stream=stream
-                )
-                if stream:
-                    assert [chunk async for chunk in answer]
+                await ask_once(client.chat.completions)
         assert recorder.flush()
-        del answer
         await asyncio.sleep(0.05)
         assert _held() == {}
 
