@@ -51,14 +51,13 @@ _SHAPING = (
     "no_repeat_ngram_size",
 )
 """Fields that change which token is drawn, beyond those that ``Sampling`` has by name."""
-_READ = frozenset(
+_NO_SETTINGS = frozenset(
     {
-        *_FLOATS, *_INTS, *_GRAMMARS, *_SHAPING, "max_completion_tokens", "stop", "stop_token_ids",
-        "ignore_eos", "tool_choice", "function_call", "response_format", "tools",
-        "parallel_tool_calls", "use_beam_search", "best_of", "n",
+        "messages", "model", "user", "metadata", "stream", "stream_options", "logprobs",
+        "top_logprobs", "return_token_ids",
     }
 )  # fmt: skip
-"""Every field of a request that is looked at here."""
+"""Fields of nearly every request that say nothing of how its tokens are drawn."""
 _WITHOUT_EFFECT = (None, False, 0, "", [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None, -1),
@@ -73,7 +72,7 @@ def sampling_in_effect(
 
     An application asks for the same settings again and again; they are worked out once.
     """
-    asked = tuple((k, type(v), v) for k, v in request.items() if k in _READ)
+    asked = tuple((k, type(v), v) for k, v in request.items() if k not in _NO_SETTINGS)
     try:
         return _known_sampling(asked, announced, plain_answer)
     except TypeError:  # a list or an object among them

@@ -170,15 +170,15 @@ _SETTINGS = [
     "tools", "guided_json", "logit_bias", "min_tokens", "typical_p", "best_of", "n",
     "use_beam_search", "user", "messages",
 ]  # fmt: skip
-_SAID = st.sampled_from(
-    [0, 1, 1.0, 0.0, True, False, None, 2, "x", "required", "none", [], ["x"], [1], {},
-     {"type": "json_schema"}, {"name": "f"}, [{"type": "function", "function": {"strict": True}}]]
-)  # fmt: skip
+_VALUES: list[Any] = [
+    0, 1, 1.0, 0.0, True, False, None, 2, "x", "required", "none", [], ["x"], [1], {},
+    {"type": "json_schema"}, {"name": "f"}, [{"type": "function", "function": {"strict": True}}],
+]  # fmt: skip
 _ANNOUNCED = [None, "{", '{"temperature": 0.7}', '{"tool_strict_level": "function"}']
 
 
 @given(
-    request=st.dictionaries(st.sampled_from(_SETTINGS), _SAID, max_size=5),
+    request=st.dictionaries(st.sampled_from(_SETTINGS), st.sampled_from(_VALUES), max_size=5),
     announced=st.sampled_from(_ANNOUNCED),
     plain=st.booleans(),
 )
@@ -191,6 +191,6 @@ def test_settings_that_were_worked_out_before_are_those_of_this_request(
 
 
 @pytest.mark.parametrize("name", _SETTINGS)
-def test_equal_values_of_another_type_are_other_settings(name: str) -> None:
-    for value in (1, True, 1.0, 0, False, 0.0):
+def test_every_setting_counts_and_so_does_the_type_of_its_value(name: str) -> None:
+    for value in _VALUES:
         assert sampling_in_effect({name: value}, None) == sampling_of({name: value}, {})
