@@ -170,31 +170,41 @@ def _agents(canaries: Canaries) -> dict[str, Any]:
     }
 
 
-def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
-    """``GET /marft/state``; ``POST`` of ``/marft/swap``, ``prepare``, ``canary``, ``canary/stop``
-    and ``release``.
+class _Control:
+    """One handler a route."""
 
-    All may be said again: what holds already is not changed.
-    """
+    def __init__(self, canaries: Canaries, access: Access) -> None:
+        self._canaries = canaries
+        self._access = access
 
-    async def state(request: Request) -> Response:
-        access.operator(request)
-        fleet = canaries.swapper.fleet
+    def routes(self) -> list[HttpRoute]:
+        return [
+            HttpRoute("/marft/state", self.state, methods=["GET"]),
+            HttpRoute("/marft/swap", self.swap, methods=["POST"]),
+            HttpRoute("/marft/prepare", self.prepare, methods=["POST"]),
+            HttpRoute("/marft/canary", self.start, methods=["POST"]),
+            HttpRoute("/marft/canary/stop", self.stop, methods=["POST"]),
+            HttpRoute("/marft/release", self.release, methods=["POST"]),
+        ]
+
+    async def state(self, request: Request) -> Response:
+        self._access.operator(request)
+        fleet = self._canaries.swapper.fleet
         return JSONResponse(
             {
                 "base": fleet.base.model_dump(mode="json"),
-                "agents": _agents(canaries),
+                "agents": _agents(self._canaries),
                 "max_lora_rank": fleet.limits.max_lora_rank,
                 "max_loras": fleet.limits.max_loras,
                 "target_modules": list(fleet.limits.target_modules),
             }
         )
 
-    async def swap(request: Request) -> Response:
-        asked_by.set(access.operator(request).name)
+    async def swap(self, request: Request) -> Response:
+        asked_by.set(self._access.operator(request).name)
         told = await _body(request, _Swap, '{"agent": "<name>", "version": <number>}')
         with _refusals():
-            done = await canaries.swap(
+            done = await self._canaries.swap(
                 told.agent,
                 told.version,
                 told.change(),
@@ -204,24 +214,24 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
             )
         return JSONResponse(done)
 
-    async def prepare(request: Request) -> Response:
-        asked_by.set(access.operator(request).name)
+    async def prepare(self, request: Request) -> Response:
+        asked_by.set(self._access.operator(request).name)
         told = await _body(request, _Prepare, '{"agent": "<name>", "version": <number>}')
         with _refusals():
             try:
-                done = await canaries.swapper.preparations.prepare(told.agent, told.version)
+                done = await self._canaries.swapper.preparations.prepare(told.agent, told.version)
             except NoRoomError as error:
                 raise Refusal(507, str(error)) from error
         return JSONResponse(done)
 
-    async def start(request: Request) -> Response:
-        access.operator(request)
+    async def start(self, request: Request) -> Response:
+        self._access.operator(request)
         example = '{"agent": "<name>", "version": <number>, "share": <0 to 1>}'
         told = await _body(request, _Canary, example)
         if not 0 < told.share < 1:
             raise Refusal(400, f"share: {told.share} is not between 0 and 1; send {example}")
         with _refusals():
-            done = await canaries.start(
+            done = await self._canaries.start(
                 told.agent,
                 told.version,
                 told.share,
@@ -231,22 +241,22 @@ def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
             )
         return JSONResponse(done)
 
-    async def stop(request: Request) -> Response:
-        access.operator(request)
+    async def stop(self, request: Request) -> Response:
+        self._access.operator(request)
         told = await _body(request, _Stop, '{"agent": "<name>"}')
         with _refusals():
-            return JSONResponse(await canaries.stop(told.agent, told.change(), now=told.now))
+            return JSONResponse(await self._canaries.stop(told.agent, told.change(), now=told.now))
 
-    async def release(request: Request) -> Response:
-        access.operator(request)
+    async def release(self, request: Request) -> Response:
+        self._access.operator(request)
         told = await _body(request, _Release, '{"episodes": ["<id>"]}')
-        return JSONResponse({"released": canaries.aliases.release(told.episodes)})
+        return JSONResponse({"released": self._canaries.aliases.release(told.episodes)})
 
-    return [
-        HttpRoute("/marft/state", state, methods=["GET"]),
-        HttpRoute("/marft/swap", swap, methods=["POST"]),
-        HttpRoute("/marft/prepare", prepare, methods=["POST"]),
-        HttpRoute("/marft/canary", start, methods=["POST"]),
-        HttpRoute("/marft/canary/stop", stop, methods=["POST"]),
-        HttpRoute("/marft/release", release, methods=["POST"]),
-    ]
+
+def control_routes(canaries: Canaries, access: Access) -> list[HttpRoute]:
+    """``GET /marft/state``; ``POST`` of ``/marft/swap``, ``prepare``, ``canary``, ``canary/stop``
+    and ``release``.
+
+    All may be said again: what holds already is not changed.
+    """
+    return _Control(canaries, access).routes()

@@ -54,14 +54,29 @@ def closed_routes(access: Access) -> list[HttpRoute]:
     return [HttpRoute(path, refuse, methods=["GET", "POST"]) for path in paths]
 
 
-def episode_routes(
-    recording: Recording, agents: Callable[[], list[str]], access: Access
-) -> list[HttpRoute]:
-    """Begin, score, edit, end and look at episodes. ``agents``: names that are served."""
-    episodes = recording.episodes
+class _Episodes:
+    """One handler a route; ``agents``: names that are served."""
 
-    async def begin(request: Request) -> Response:
-        client = access.application(request)
+    def __init__(
+        self, recording: Recording, agents: Callable[[], list[str]], access: Access
+    ) -> None:
+        self._recording = recording
+        self._episodes = recording.episodes
+        self._agents = agents
+        self._access = access
+
+    def routes(self) -> list[HttpRoute]:
+        return [
+            HttpRoute("/episodes", self.begin, methods=["POST"]),
+            HttpRoute("/episodes/{episode}", self.look, methods=["GET"]),
+            HttpRoute("/episodes/{episode}/end", self.end, methods=["POST"]),
+            HttpRoute("/episodes/{episode}/rewards", self.reward, methods=["POST"]),
+            HttpRoute("/episodes/{episode}/edits", self.edit, methods=["POST"]),
+            HttpRoute("/episodes/{episode}/humans", self.human, methods=["POST"]),
+        ]
+
+    async def begin(self, request: Request) -> Response:
+        client = self._access.application(request)
         require_own_origin(request)
         body = await _fields(request, {"id", "task", "metadata", "agents"})
         wanted = body.get("id")
@@ -72,16 +87,16 @@ def episode_routes(
             raise Refusal(422, "metadata is a JSON object, or left out")
         names = _names(body.get("agents"))
         _require_may_ask(client, *names)
-        names = names or [name for name in agents() if client.may_ask(name)]
-        live = episodes.begin(
+        names = names or [name for name in self._agents() if client.may_ask(name)]
+        live = self._episodes.begin(
             wanted if wanted is None else checked_episode(wanted),
             body.get("task"),
             cast("JsonDict", metadata or {}),
         )
         return JSONResponse(_addresses(request, live, names), 201)
 
-    async def end(request: Request) -> Response:
-        access.application(request)
+    async def end(self, request: Request) -> Response:
+        self._access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"reason", "detail"})
@@ -90,12 +105,12 @@ def episode_routes(
             raise Refusal(422, f"reason is one of {', '.join(get_args(EndReason))}")
         if detail is not None and not isinstance(detail, str):
             raise Refusal(422, "detail is a text, or left out")
-        live = episodes.end(name, cast("EndReason", reason), detail)
-        await recording.written()
+        live = self._episodes.end(name, cast("EndReason", reason), detail)
+        await self._recording.written()
         return JSONResponse(_state(live))
 
-    async def reward(request: Request) -> Response:
-        client = access.application(request)
+    async def reward(self, request: Request) -> Response:
+        client = self._access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"value", "agent", "turn_id", "source"})
@@ -107,74 +122,63 @@ def episode_routes(
         agent, turn_id = body.get("agent"), body.get("turn_id")
         _require_may_ask(client, agent)
         event = reward_event(
-            recording.core, name, body["value"], agent=agent, turn_id=turn_id, source=source
+            self._recording.core, name, body["value"], agent=agent, turn_id=turn_id, source=source
         )
-        recording.core.emit(event)
+        self._recording.core.emit(event)
         if event.refused is not None:
             raise Refusal(
                 422,
                 f"the reward is refused: {event.refused}; send a finite number, a truth value, or"
                 " null for not scored, and names as text",
             )
-        await recording.written()
-        live = episodes.get(name)
+        await self._recording.written()
+        live = self._episodes.get(name)
         known = live is not None and (turn_id is None or live.knows(turn_id))
         return JSONResponse({"episode": name, "value": event.value, "known": known})
 
-    async def look(request: Request) -> Response:
-        access.application(request)
+    async def look(self, request: Request) -> Response:
+        self._access.application(request)
         name = _episode(request)
-        live = episodes.get(name)
+        live = self._episodes.get(name)
         if live is None:
             raise Refusal(404, f"no episode {name!r} has begun at this server")
         return JSONResponse(_state(live))
 
-    return [
-        HttpRoute("/episodes", begin, methods=["POST"]),
-        HttpRoute("/episodes/{episode}", look, methods=["GET"]),
-        HttpRoute("/episodes/{episode}/end", end, methods=["POST"]),
-        HttpRoute("/episodes/{episode}/rewards", reward, methods=["POST"]),
-        *_human_routes(recording, access),
-    ]
-
-
-def _human_routes(recording: Recording, access: Access) -> list[HttpRoute]:
-    """What people say, and what they put in place of an agent's words."""
-    episodes = recording.episodes
-
-    async def edit(request: Request) -> Response:
-        access.application(request)
+    async def edit(self, request: Request) -> Response:
+        self._access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"turn_id", "text", "editor"})
         turn_id, text = _text(body, "turn_id"), _text(body, "text")
         editor = _text(body, "editor", optional=True)
-        live = episodes.get(name)
+        live = self._episodes.get(name)
         if live is None:
-            give_edit(recording.core, name, turn_id, text, editor)
+            give_edit(self._recording.core, name, turn_id, text, editor)
         else:
             live.edit(turn_id, text, editor)
-        await recording.written()
+        await self._recording.written()
         known = live is not None and live.knows(turn_id)
         return JSONResponse({"episode": name, "turn_id": turn_id, "known": known})
 
-    async def human(request: Request) -> Response:
-        access.application(request)
+    async def human(self, request: Request) -> Response:
+        self._access.application(request)
         require_own_origin(request)
         name = _episode(request)
         body = await _fields(request, {"text", "name"})
         text, speaker = _text(body, "text"), _text(body, "name", optional=True)
-        live = episodes.get(name)
+        live = self._episodes.get(name)
         if live is None:
             raise Refusal(404, f"no episode {name!r} has begun at this server")
         live.human(speaker or None, text)
-        await recording.written()
+        await self._recording.written()
         return JSONResponse({"episode": name})
 
-    return [
-        HttpRoute("/episodes/{episode}/edits", edit, methods=["POST"]),
-        HttpRoute("/episodes/{episode}/humans", human, methods=["POST"]),
-    ]
+
+def episode_routes(
+    recording: Recording, agents: Callable[[], list[str]], access: Access
+) -> list[HttpRoute]:
+    """Begin, score, edit, end and look at episodes. ``agents``: names that are served."""
+    return _Episodes(recording, agents, access).routes()
 
 
 def _require_may_ask(client: Client, *agents: Any) -> None:

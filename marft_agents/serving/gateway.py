@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -248,52 +248,48 @@ class Gateway:
             request_id=request.headers.get("x-request-id"),
             observers=self.observers if path in (CHAT, TEXT) else (),
         )
-        handed_over = False
+        with _accounted(passage):
+            return await self._passed_on(request, path, body, watch, passage, large=large)
+
+    async def _passed_on(
+        self,
+        request: Request,
+        path: str,
+        body: dict[str, Any],
+        watch: Watch,
+        passage: Passage,
+        *,
+        large: bool,
+    ) -> Response:
+        """The engine's answer, as the client is to see it."""
+        own = own_usage(body)
+        asking = watch.outgoing(body) | {"model": passage.route.name} | own
+        sent = await written(asking, large=large)
+        answer = await self._engines.send(request, path, sent, passage)
+        passage.status = answer.status_code
+        upstream, names = passage.replica.upstream, (passage.route.name, str(body.get("model")))
         try:
-            own = own_usage(body)
-            asking = watch.outgoing(body) | {"model": route.name} | own
-            sent = await written(asking, large=large)
-            response = await self._engines.send(request, path, sent, passage)
-            passage.status = response.status_code
-            headers = self._headers(response, route)
-            watch.begin(response.status_code, Headers(headers))
+            headers = self._headers(answer, passage.route)
+            watch.begin(answer.status_code, Headers(headers))
             headers |= watch.headers
-            try:
-                upstream = passage.replica.upstream
-                if is_stream(response):
-                    usage = StreamUsage(passage.counted, ours=bool(own))
-                    rewriter = StreamRewriter(
-                        route.name, str(asked), watch.hidden, usage, upstream.masked
-                    )
-                    headers["X-Accel-Buffering"] = "no"
-                    handed_over = passage.streamed = True
-                    translation = Translation(passage, watch, rewriter, upstream.refusal)
-                    return Relay(response, translation, headers)
-                content = await upstream.read(response, request)
-            finally:
-                if not handed_over:
-                    response.close()
-            passage.saw(content)
-            watch.feed(content)
-            watch.over()
-            content = rewrite_json(content, route.name, str(asked), watch.hidden, passage.counted)
-            if response.status_code >= 400:
-                content = masked_body(content, upstream.masked)
-            return Response(content, response.status_code, headers=headers)
-        except Refusal as refusal:
-            passage.status, passage.problem = refusal.status, refusal.message
-            if refusal.status == 503:
-                refusal.headers.setdefault("Retry-After", RETRY_AFTER_S)
-            raise
-        except ClientDisconnect:
-            passage.left = True
-            raise
-        except Exception:
-            passage.status = 500  # a mistake of our own is no good reply
-            raise
+            if is_stream(answer):
+                headers["X-Accel-Buffering"] = "no"
+                usage = StreamUsage(passage.counted, ours=bool(own))
+                rewriter = StreamRewriter(*names, watch.hidden, usage, upstream.masked)
+                translation = Translation(passage, watch, rewriter, upstream.refusal)
+                passage.streamed = True  # from here on the relay closes and ends everything
+                return Relay(answer, translation, headers)
+            content = await upstream.read(answer, request)
         finally:
-            if not handed_over:
-                passage.end()
+            if not passage.streamed:
+                answer.close()
+        passage.saw(content)
+        watch.feed(content)
+        watch.over()
+        content = rewrite_json(content, *names, watch.hidden, passage.counted)
+        if answer.status_code >= 400:
+            content = masked_body(content, upstream.masked)
+        return Response(content, answer.status_code, headers=headers)
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -339,6 +335,27 @@ class Gateway:
     def _headers(self, response: Answer, route: Route) -> dict[str, str]:
         headers = {k: response.headers[k] for k in _KEPT_HEADERS if k in response.headers}
         return headers | {"X-Marft-Adapter": route.name} | self._announced
+
+
+@contextlib.contextmanager
+def _accounted(passage: Passage) -> Generator[None]:
+    """Notes what becomes of a passage, and ends it, but for a stream: its relay does that."""
+    try:
+        yield
+    except Refusal as refusal:
+        passage.status, passage.problem = refusal.status, refusal.message
+        if refusal.status == 503:
+            refusal.headers.setdefault("Retry-After", RETRY_AFTER_S)
+        raise
+    except ClientDisconnect:
+        passage.left = True
+        raise
+    except Exception:
+        passage.status = 500  # a mistake of our own is no good reply
+        raise
+    finally:
+        if not passage.streamed:
+            passage.end()
 
 
 def _agent_of(model: Any) -> str | None:

@@ -56,52 +56,64 @@ def lost_agents(aliases: Aliases) -> dict[str, str]:
     return {agent: why for agent, why in told.items() if why is not None}
 
 
+class _Monitoring:
+    """One handler a route."""
+
+    def __init__(self, fleet: Fleet, aliases: Aliases, access: Access, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._aliases = aliases
+        self._access = access
+        self._metrics = metrics
+        self._began = time.monotonic()
+
+    def routes(self) -> list[HttpRoute]:
+        return [
+            HttpRoute("/health", self.health, methods=["GET"]),
+            HttpRoute("/ready", self.ready, methods=["GET"]),
+            HttpRoute("/metrics", self.measured, methods=["GET"]),
+        ]
+
+    def _may_know(self, request: Request) -> bool:
+        if is_here(request):
+            return True
+        try:
+            return self._access.monitor(request).role != "application"
+        except Refusal:
+            return False
+
+    async def health(self, request: Request) -> Response:
+        told: dict[str, Any] = {"status": "ok"}
+        if self._may_know(request):
+            told |= {
+                "version": version("marft-agents"),
+                "uptime_s": round(time.monotonic() - self._began),
+            }
+        return JSONResponse(told)
+
+    async def ready(self, request: Request) -> Response:
+        found = problems(self._fleet, self._aliases)
+        lost = lost_agents(self._aliases)
+        status = "unavailable" if found else "degraded" if lost else "ok"
+        told: dict[str, Any] = {"status": status}
+        if self._may_know(request):
+            told |= {"reason": "; ".join(found)} if found else {}
+            told |= {"lost": lost} if lost else {}
+            told["replicas"] = {
+                s.name: {"state": s.state, "reason": s.reason} for s in self._fleet.status()
+            }
+            told["current"] = {route.agent: route.version for route in self._aliases.routes()}
+        headers = {"Retry-After": _RETRY_S} if found else {}
+        return JSONResponse(told, 503 if found else 200, headers)
+
+    async def measured(self, request: Request) -> Response:
+        if not self._may_know(request):
+            self._access.monitor(request)
+            raise Refusal(403, "metrics are for this machine, and for keys of role monitor")
+        return Response(await self._metrics.page(), headers={"content-type": CONTENT_TYPE})
+
+
 def monitoring_routes(
     fleet: Fleet, aliases: Aliases, access: Access, metrics: Metrics
 ) -> list[HttpRoute]:
     """``GET /health``, ``GET /ready`` and ``GET /metrics``."""
-    began = time.monotonic()
-
-    def may_know(request: Request) -> bool:
-        if is_here(request):
-            return True
-        try:
-            return access.monitor(request).role != "application"
-        except Refusal:
-            return False
-
-    async def health(request: Request) -> Response:
-        told: dict[str, Any] = {"status": "ok"}
-        if may_know(request):
-            told |= {
-                "version": version("marft-agents"),
-                "uptime_s": round(time.monotonic() - began),
-            }
-        return JSONResponse(told)
-
-    async def ready(request: Request) -> Response:
-        found = problems(fleet, aliases)
-        lost = lost_agents(aliases)
-        status = "unavailable" if found else "degraded" if lost else "ok"
-        told: dict[str, Any] = {"status": status}
-        if may_know(request):
-            told |= {"reason": "; ".join(found)} if found else {}
-            told |= {"lost": lost} if lost else {}
-            told["replicas"] = {
-                s.name: {"state": s.state, "reason": s.reason} for s in fleet.status()
-            }
-            told["current"] = {route.agent: route.version for route in aliases.routes()}
-        headers = {"Retry-After": _RETRY_S} if found else {}
-        return JSONResponse(told, 503 if found else 200, headers)
-
-    async def measured(request: Request) -> Response:
-        if not may_know(request):
-            access.monitor(request)
-            raise Refusal(403, "metrics are for this machine, and for keys of role monitor")
-        return Response(await metrics.page(), headers={"content-type": CONTENT_TYPE})
-
-    return [
-        HttpRoute("/health", health, methods=["GET"]),
-        HttpRoute("/ready", ready, methods=["GET"]),
-        HttpRoute("/metrics", measured, methods=["GET"]),
-    ]
+    return _Monitoring(fleet, aliases, access, metrics).routes()

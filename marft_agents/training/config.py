@@ -38,6 +38,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "importance_sampling_mode": SAMPLING_CORRECTIONS,
     "critic": CRITICS,
 }
+_ABOVE_ZERO = (
+    "learning_rate", "num_train_epochs", "awr_temperature", "awr_weight_max", "lora_rank",
+    "lora_alpha", "max_lora_rank", "critic_hidden", "critic_epochs", "critic_learning_rate",
+    "critic_max_length", "replay_tolerance", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "effect_turns", "preference_beta", "epsilon",
+    "importance_sampling_clip_max", "iterations", "episodes_per_iteration", "group_size",
+    "at_once", "episode_timeout", "update_epochs", "online_learning_rate", "critic_rank",
+    "critic_lora_learning_rate", "critic_update_epochs", "critic_max_grad_norm", "target_kl",
+    "value_limit",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "replay_turns", "max_nonfinite_steps", "weight_decay", "entropy_coef", "beta", "max_resample",
+    "max_staleness", "max_guard_trips", "entropy_floor", "max_grad_norm", "critic_weight_decay",
+)  # fmt: skip
 _INFINITE_IS_OFF = frozenset({
     "epsilon", "epsilon_high", "importance_sampling_clip_max", "replay_tolerance", "target_kl",
     "value_limit",
@@ -198,31 +212,17 @@ class MarftConfig(BaseConfig):
         for name in ("gamma", "lam", "gamma_w", "lam_w", "replay_share"):
             self._must(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         self._must("awr_skip_share", 0 <= self.awr_skip_share < 1, "from 0 to below 1")
-        for name in (
-            "learning_rate", "num_train_epochs", "awr_temperature", "awr_weight_max", "lora_rank",
-            "lora_alpha", "max_lora_rank", "critic_hidden", "critic_epochs",
-            "critic_learning_rate", "critic_max_length", "replay_tolerance",
-            "per_device_train_batch_size", "gradient_accumulation_steps", "effect_turns",
-            "preference_beta", "epsilon", "importance_sampling_clip_max", "iterations",
-            "episodes_per_iteration", "group_size", "at_once", "episode_timeout",
-            "update_epochs", "online_learning_rate", "critic_rank", "critic_lora_learning_rate",
-            "critic_update_epochs", "critic_max_grad_norm", "target_kl", "value_limit",
-        ):  # fmt: skip
+        for name in _ABOVE_ZERO:
             self._must(name, getattr(self, name) > 0, "above 0")
         for name in ("save_steps", "logging_steps"):  # a share would be of no known total
             self._must(name, getattr(self, name) >= 1, "1 or more")
-        for name in (
-            "replay_turns", "max_nonfinite_steps", "weight_decay", "entropy_coef", "beta",
-            "max_resample", "max_staleness", "max_guard_trips", "entropy_floor",
-        ):  # fmt: skip
+        for name in _NOT_NEGATIVE:
             self._must(name, getattr(self, name) >= 0, "0 or more")
         for known in fields(self):
             value = getattr(self, known.name)
             if isinstance(value, float) and not math.isfinite(value):
                 off = known.name in _INFINITE_IS_OFF and value > 0
                 self._must(known.name, off, "a finite number")
-        for name in ("max_grad_norm", "critic_weight_decay"):
-            self._must(name, getattr(self, name) >= 0, "0 or more")
         self._must("awr_weight_max", self.awr_weight_max <= 1e9, "at most 1e9")
         limit = self.save_total_limit
         self._must("save_total_limit", limit is None or limit > 0, "above 0, or left out")

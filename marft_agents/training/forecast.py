@@ -206,7 +206,6 @@ def estimate(plan: Plan, registry: Registry, config: MarftConfig, device: Device
         a.adapter: adapter_parameters(a.rank, _modules(a, registry, plan.model_dir, config))
         for a in plan.adapters
     }
-    most = max(packed.values(), key=lambda p: p.tokens)
     reads = has_critic(config)
     stored = places(plan.data.episodes, config) * shape.hidden * 4.0 if reads else 0.0
     checkpointing = config.gradient_checkpointing
@@ -215,7 +214,7 @@ def estimate(plan: Plan, registry: Registry, config: MarftConfig, device: Device
         adapters=adapters_bytes(list(sizes.values())),
         one_pass=pass_bytes(
             shape,
-            tokens=most.tokens,
+            tokens=max(p.tokens for p in packed.values()),
             sampled=max(p.sampled for p in packed.values()),
             width=width or 2,
             checkpointing=checkpointing,
@@ -226,12 +225,10 @@ def estimate(plan: Plan, registry: Registry, config: MarftConfig, device: Device
     if reads:
         load = transcript_load(plan.data.episodes, config)
         steps["critic"] = seconds(shape, load, device, adapter=0, trained=False)
+    known = {"trained": True, "checkpointing": checkpointing}
     steps["training"] = sum(
-        seconds(
-            shape, p.load, device, adapter=sizes[a], trained=True, checkpointing=checkpointing
-        )
-        for a, p in packed.items()
-    )  # fmt: skip
+        seconds(shape, p.load, device, adapter=sizes[a], **known) for a, p in packed.items()
+    )
     return Estimate(
         memory,
         device,

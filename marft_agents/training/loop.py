@@ -124,10 +124,9 @@ class Learner:
         if objective == "awr":
             add_awr_weights(credits, by_adapter, config)
         kept = [a for a in trained if a not in credits.flat]
-        schedule = schedule_of(config, objective)
         order = update_order(
             depth_in_team(data, roles, kept),
-            schedule=schedule,
+            schedule=schedule_of(config, objective),
             order=config.order,
             seed=config.seed,
             iteration=iteration,

@@ -89,18 +89,16 @@ def ppo_pack(
     against_T = behaviour_T if config.importance_sampling_mode == "none" else old_T
     factor_B = _tensor((batch.factor.get(i, 1.0) for i in rows), logp_T)
     advantage_T = _spread(batch, rows, "advantage_L", logp_T) * factor_B[row_T]
-    length_B = _lengths(batch, rows, logp_T)
-    if config.level == "token":
-        log_ratio, advantage, omega = logp_T - against_T, advantage_T, omega_T
-        total = scale.rows * scale.mean_length
-    else:
-        log_ratio = action_log_ratio(logp_T - against_T, row_T, counts(batch, rows, config, logp_T))
+    log_ratio, advantage, omega = logp_T - against_T, advantage_T, omega_T
+    tokens = total = scale.rows * scale.mean_length
+    if config.level != "token":
+        length_B = _lengths(batch, rows, logp_T)
+        log_ratio = action_log_ratio(log_ratio, row_T, counts(batch, rows, config, logp_T))
         advantage = action_log_ratio(advantage_T, row_T, length_B)
         omega = action_log_ratio(omega_T, row_T, length_B)
         total = float(scale.rows)
     surrogate = clipped_surrogate(log_ratio, advantage, *epsilon)
     loss = -(surrogate * omega).sum() / total
-    tokens = scale.rows * scale.mean_length
     sums = {**_ratio_sums(log_ratio, advantage, epsilon, omega_T), **_entropy(scores)}
     if config.entropy_coef and scores.entropy_T is not None:
         loss = loss - config.entropy_coef * scores.entropy_T.sum() / tokens

@@ -239,18 +239,10 @@ def _mapping(config: MarftConfig, data: TrainingSet) -> Mapping[str, str]:
     return {a: config.agents.get(a, SINGLE_ADAPTER) for a in sorted({*speaking, *config.agents})}
 
 
-def _stages(
-    plan: Plan | None,
-    registry: Registry,
-    base: BaseModelInfo,
-    model_dir: Path,
-    config: MarftConfig,
-    settings: Mapping[str, Any],
-    scratch: Path,
-    online: Online | None,
-    logs: list[str],
-    say: Say,
-) -> Stages:
+def _starts(
+    plan: Plan | None, registry: Registry, config: MarftConfig, online: Online | None
+) -> dict[str, int | None]:
+    """The version that each adapter starts from; ``None``: from a new one."""
     starts = {} if plan is None else {a.adapter: a.start for a in plan.adapters}
     if online is not None:
         for adapter in registry.agents():
@@ -264,6 +256,22 @@ def _stages(
             f"no adapter to train: {registry.root} has none and there are no logs. Start"
             " `marft-agents serve` with --agents first; it publishes untrained ones"
         )
+    return starts
+
+
+def _stages(
+    plan: Plan | None,
+    registry: Registry,
+    base: BaseModelInfo,
+    model_dir: Path,
+    config: MarftConfig,
+    settings: Mapping[str, Any],
+    scratch: Path,
+    online: Online | None,
+    logs: list[str],
+    say: Say,
+) -> Stages:
+    starts = _starts(plan, registry, config, online)
     if plan is None:
         check_adapter_settings(config.adapters, starts)
     folders = {

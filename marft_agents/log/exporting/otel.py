@@ -76,8 +76,24 @@ def _workflow(episode: Episode) -> JsonDict:
 
 
 def _turn(episode: Episode, turn: Turn) -> JsonDict:
+    rewards = [r for r in episode.rewards if r.turn_id == turn.turn_id and r.value is not None]
+    return _span(
+        episode,
+        turn.turn_id,
+        f"chat {turn.model}" if turn.model else "chat",
+        _CLIENT,
+        (_begin(turn), turn.time),
+        _turn_attributes(turn),
+        parent=turn.parent_turn or "workflow",
+        error=turn.error,
+        links=[{"traceId": _trace(episode), "spanId": _id(episode, d)} for d in turn.depends_on],
+        events=[_evaluation(reward) for reward in rewards],
+    )
+
+
+def _turn_attributes(turn: Turn) -> JsonDict:
     s = turn.sampling
-    attributes: JsonDict = {
+    return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "openai",  # the wire format that was spoken
         "gen_ai.agent.name": turn.agent,
@@ -115,19 +131,6 @@ def _turn(episode: Episode, turn: Turn) -> JsonDict:
         "marft.edited_text": turn.edited_text,
         "marft.adapter.start": turn.adapter_start,
     }
-    rewards = [r for r in episode.rewards if r.turn_id == turn.turn_id and r.value is not None]
-    return _span(
-        episode,
-        turn.turn_id,
-        f"chat {turn.model}" if turn.model else "chat",
-        _CLIENT,
-        (_begin(turn), turn.time),
-        attributes,
-        parent=turn.parent_turn or "workflow",
-        error=turn.error,
-        links=[{"traceId": _trace(episode), "spanId": _id(episode, d)} for d in turn.depends_on],
-        events=[_evaluation(reward) for reward in rewards],
-    )
 
 
 def _tool(episode: Episode, number: int, tool: ToolEvent) -> JsonDict:

@@ -120,47 +120,79 @@ def add_thread(
         Unreadable: when no model spoke.
     """
     counted = any(message.get("models_usage") for message in thread)
-    seen: list[tuple[str, JsonDict]] = []
-    place, thoughts = dict.fromkeys(contexts, 0), dict[str, str | None]()
+    team = _Team(draft, contexts, counted)
     for message in thread:
+        team.add(message)
+    if not draft.turns:
+        raise Unreadable("no message that a model wrote")
+
+
+class _Team:
+    """A team while its messages come, in order. ``counted``: a model's have their tokens."""
+
+    def __init__(
+        self, draft: Draft, contexts: Mapping[str, Sequence[JsonDict]], counted: bool
+    ) -> None:
+        self._draft = draft
+        self._contexts = contexts
+        self._counted = counted
+        self._place = dict.fromkeys(contexts, 0)
+        self._seen: list[tuple[str, JsonDict]] = []
+        self._thoughts: dict[str, str | None] = {}
+
+    def add(self, message: JsonDict) -> None:
         source, kind = str(message["source"]), str(message.get("type", "TextMessage"))
         content, time = message.get("content"), as_time(message.get("created_at"))
         if kind == "ThoughtEvent":
-            thoughts[source] = _text(content)
+            self._thoughts[source] = _text(content)
         elif kind == "ToolCallRequestEvent":
-            calls, thought = _calls(content), thoughts.pop(source, None)
-            said = _context_before(contexts, place, source, calls=calls)
-            sent = said if said is not None else _view(source, seen)
-            draft.turn(source, sent, thought, tool_calls=calls, time=time)
-            own: JsonDict = {"role": "assistant", "content": thought, "tool_calls": calls}
-            seen.append((source, own))
+            self._asked_tools(source, _calls(content), time)
         elif kind == "ToolCallExecutionEvent":
-            for result in _results(content):
-                draft.tool(
-                    str(result.get("name") or "tool"),
-                    agent=source,
-                    call_id=result.get("call_id"),
-                    result=result.get("content"),
-                    ok=not result.get("is_error"),
-                    time=time,
-                )
-                seen.append((source, _tool_message(result)))
+            self._tools_answered(source, _results(content), time)
         elif kind in _SPOKEN:
-            text = _text(content)
-            by_model = kind not in _MADE_BY_CODE and (
-                bool(message.get("models_usage")) if counted else source != "user"
+            usage = bool(message.get("models_usage"))
+            by_model = usage if self._counted else source != "user"
+            self._said(source, kind, _text(content), by_model, time)
+
+    def _asked_tools(self, source: str, calls: list[JsonDict], time: datetime | None) -> None:
+        thought = self._thoughts.pop(source, None)
+        sent = self._sent(source, calls=calls)
+        self._draft.turn(source, sent, thought, tool_calls=calls, time=time)
+        own: JsonDict = {"role": "assistant", "content": thought, "tool_calls": calls}
+        self._seen.append((source, own))
+
+    def _tools_answered(self, source: str, results: list[JsonDict], time: datetime | None) -> None:
+        for result in results:
+            self._draft.tool(
+                str(result.get("name") or "tool"),
+                agent=source,
+                call_id=result.get("call_id"),
+                result=result.get("content"),
+                ok=not result.get("is_error"),
+                time=time,
             )
-            if by_model:
-                said = _context_before(contexts, place, source, text=text)
-                sent = said if said is not None else _view(source, seen)
-                draft.turn(source, sent, text, time=time, reasoning=thoughts.pop(source, None))
-            elif draft.task is None and not draft.turns:
-                draft.task = text
-            elif kind not in _MADE_BY_CODE:
-                draft.human(source, text, time)
-            seen.append((source, {"role": "assistant", "content": text}))
-    if not draft.turns:
-        raise Unreadable("no message that a model wrote")
+            self._seen.append((source, _tool_message(result)))
+
+    def _said(
+        self, source: str, kind: str, text: str | None, by_model: bool, time: datetime | None
+    ) -> None:
+        draft, by_code = self._draft, kind in _MADE_BY_CODE
+        if by_model and not by_code:
+            thought = self._thoughts.pop(source, None)
+            sent = self._sent(source, text=text)
+            draft.turn(source, sent, text, time=time, reasoning=thought)
+        elif draft.task is None and not draft.turns:
+            draft.task = text
+        elif not by_code:
+            draft.human(source, text, time)
+        self._seen.append((source, {"role": "assistant", "content": text}))
+
+    def _sent(
+        self, agent: str, *, text: str | None = None, calls: Sequence[JsonDict] | None = None
+    ) -> list[JsonDict]:
+        """What stands in the agent's context before it says this, or else all that was said."""
+        before = _context_before(self._contexts, self._place, agent, text=text, calls=calls)
+        return before if before is not None else _view(agent, self._seen)
 
 
 def _view(agent: str, seen: Sequence[tuple[str, JsonDict]]) -> list[JsonDict]:
