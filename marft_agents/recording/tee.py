@@ -33,9 +33,8 @@ def _seen(exchange: Exchange, data: bytes) -> bytes:
 
 def _tee_sync(response: Any, exchange: Exchange) -> None:
     read, close = response.iter_bytes, response.close
-    begun = reading = (
-        False  # a close inside of it comes from the client, which knows why; it raises next
-    )
+    # A close inside of a reading comes from the client, which knows why; it raises next.
+    begun = reading = False
 
     def iter_bytes(*args: Any, **kwargs: Any) -> Iterator[bytes]:
         chunks = read(*args, **kwargs)

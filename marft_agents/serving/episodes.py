@@ -106,7 +106,7 @@ class GatewayEpisode(LiveEpisode):
 
     def held(self, key: Hashable) -> Call | None:
         """The call of an earlier attempt, no longer held."""
-        return self._held.pop(key, (None, 0.0))[0]
+        return self._held.pop(key, (None, 0.0))[0] if self._held else None
 
     def release(self, before: float = math.inf) -> None:
         """Log failed calls that nobody has tried again since ``before``."""

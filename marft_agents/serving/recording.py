@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping
 
 import httpx
 from starlette.requests import Request
@@ -153,15 +153,43 @@ def watched(
     return body, recording.watch(request, body, caller, url)
 
 
-def _attempts_key(request: Request, body: JsonDict, agent: str) -> str | None:
+class _Words:
+    """A key that is equal for the same body of the same agent.
+
+    It costs as much as the body is long, so it is worked out when a call has failed, or when one
+    that has waits to be tried again.
+    """
+
+    __slots__ = ("_agent", "_body", "_digest")
+
+    def __init__(self, agent: str, body: JsonDict) -> None:
+        self._agent = agent
+        self._body = body
+        self._digest: bytes | None = None
+
+    @property
+    def digest(self) -> bytes:
+        if self._digest is None:
+            text = f"{self._agent} {self._body!r}"
+            self._digest = hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()
+            self._body = {}
+        return self._digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Words) and self.digest == other.digest
+
+
+def _attempts_key(request: Request, body: JsonDict, agent: str) -> Hashable | None:
     """What the attempts of one call have in common, for clients that show that they retry."""
     for name in ("x-marft-call", "idempotency-key"):
         if value := request.headers.get(name):
             return f"{agent} {name} {value}"
     if "x-stainless-retry-count" not in request.headers:
         return None
-    digest = hashlib.sha256(repr(body).encode("utf-8", "backslashreplace")).hexdigest()
-    return f"{agent} {digest}"
+    return _Words(agent, body)
 
 
 def _tries_again(request: Request) -> bool:

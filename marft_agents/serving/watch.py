@@ -8,7 +8,7 @@ log before the client can act on its reply, and is on disk a moment later.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
 
 from marft_agents.recording import Call, LiveEpisode
@@ -33,7 +33,7 @@ class HttpCall(Call):
         episode: LiveEpisode,
         agent: str,
         kind: TurnKind,
-        key: str | None,
+        key: Hashable | None,
         choices: int,
         parent: tuple[str | None, str | None] = (None, None),
     ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -112,6 +114,15 @@ class Stage:
             time.sleep(0.005)
 
 
+class _Prompt(uvicorn.Server):
+    """Sees at once that it is to end; hundreds of tests wait for that."""
+
+    async def main_loop(self) -> None:
+        ticks = itertools.count()
+        while not await self.on_tick(next(ticks)):
+            await asyncio.sleep(0.005)
+
+
 @contextlib.contextmanager
 def running_app(app: Any) -> Generator[str]:
     """Serve an ASGI app on a free loopback port."""
@@ -125,7 +136,7 @@ def running_app(app: Any) -> Generator[str]:
         ws="none",
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = _Prompt(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from marft_agents.recording import MarftRecorder
+from marft_agents.serving import recording
 from marft_agents.serving.recording import Recording
 from marft_agents.testing import BrokenLog
 from tests.serving.recording_kit import CHAT, HELLO, RecordingStage, recording_stage
@@ -62,6 +65,36 @@ def test_attempts_of_one_call_are_one_turn(
     (turn,) = desk.turns
     assert (turn.attempt, turn.error, turn.trainable) == (2, None, True)
     assert answer.headers["X-Marft-Turn"] == turn.turn_id
+
+
+def test_attempts_are_told_apart_by_what_they_ask(desk: RecordingStage) -> None:
+    desk.stage.engine.faults.generate_status = 503
+    for seed in (1, 2):
+        desk.ask(headers={"x-stainless-retry-count": "0"}, seed=seed)
+    desk.stage.engine.faults.generate_status = 200
+    for seed in (2, 3):
+        desk.ask(headers={"x-stainless-retry-count": "1"}, seed=seed)
+    assert [(turn.sampling.seed, turn.attempt) for turn in desk.turns] == [(2, 2), (3, 1)]
+    desk.post("/episodes/e1/end", {})
+    assert [(turn.sampling.seed, turn.attempt) for turn in desk.turns[2:]] == [(1, 1)]
+
+
+def test_a_body_is_digested_only_where_a_call_has_failed(
+    desk: RecordingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[bytes] = []
+
+    def counted(data: bytes) -> Any:
+        digested.append(data)
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(recording, "hashlib", SimpleNamespace(sha256=counted))
+    for _ in range(2):
+        assert desk.ask(headers={"x-stainless-retry-count": "0"}).status_code == 200
+    assert digested == []
+    desk.stage.engine.faults.generate_status = 503
+    desk.ask(headers={"x-stainless-retry-count": "0"})
+    assert len(digested) == 1
 
 
 def test_a_failed_call_that_is_not_tried_again_is_logged(desk: RecordingStage) -> None:
