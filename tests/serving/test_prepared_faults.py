@@ -9,7 +9,7 @@ import pytest
 from marft_agents.errors import SwapError
 from marft_agents.registry import durable
 from tests.serving.fake_engine import KINDS
-from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, House, Stage, running_stage
+from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, House, Stage, running_stage, short
 from tests.serving.test_swap_faults import (
     AFTER,
     BEFORE,
@@ -38,7 +38,7 @@ def test_a_fault_while_it_is_prepared_leaves_nothing(
     house: House, replicas: int, faulty: int, step: str
 ) -> None:
     with running_stage(
-        house, replicas=replicas, timeout_s=0.5, load_timeout_s=0.5, pace=NEVER_LOOK
+        house, replicas=replicas, timeout_s=short(0.5), load_timeout_s=short(0.5), pace=NEVER_LOOK
     ) as stage:
         for kind in KINDS:
             break_one(stage.engines[faulty], step, kind)
@@ -66,7 +66,7 @@ def test_an_engine_that_does_not_say_what_it_has_when_it_is_swapped(
     house: House, replicas: int, faulty: int
 ) -> None:
     with running_stage(
-        house, replicas=replicas, timeout_s=0.5, load_timeout_s=0.5, pace=NEVER_LOOK
+        house, replicas=replicas, timeout_s=short(0.5), load_timeout_s=short(0.5), pace=NEVER_LOOK
     ) as stage:
         for kind in KINDS:
             stage.operator.prepare("router", 2)
@@ -83,7 +83,7 @@ def test_an_engine_that_does_not_say_what_it_has_when_it_is_swapped(
 
 @pytest.mark.parametrize("step", ["load", "probe"])
 def test_a_swap_after_it_needs_neither_load_nor_probe(house: House, step: str) -> None:
-    with running_stage(house, replicas=3, timeout_s=0.5, load_timeout_s=0.5) as stage:
+    with running_stage(house, replicas=3, timeout_s=short(0.5), load_timeout_s=short(0.5)) as stage:
         for kind in KINDS:
             stage.operator.prepare("router", 2)
             break_one(stage.engines[1], step, kind)
@@ -123,7 +123,9 @@ def test_a_disk_that_fails_leaves_it_prepared_and_nothing_else(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_that_expires_and_cannot_be_unloaded_is_unloaded_later(house: House, kind: str) -> None:
-    with running_stage(house, timeout_s=0.3, load_timeout_s=0.3, pace=LOOK_OFTEN) as stage:
+    with running_stage(
+        house, timeout_s=short(0.3), load_timeout_s=short(0.3), pace=LOOK_OFTEN
+    ) as stage:
         stage.gateway.swapper.preparations.keep_s = 0.02
         break_one(stage.engine, "unload", kind)
         stage.operator.prepare("router", 2)

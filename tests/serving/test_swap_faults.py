@@ -17,7 +17,15 @@ from marft_agents.registry import durable
 from marft_agents.serving import loader
 from marft_agents.serving.gateway_client import GatewayClient
 from tests.serving.fake_engine import KINDS, FakeEngine
-from tests.serving.stage import LOOK_OFTEN, NEVER_LOOK, OPERATOR_KEY, House, Stage, running_stage
+from tests.serving.stage import (
+    LOOK_OFTEN,
+    NEVER_LOOK,
+    OPERATOR_KEY,
+    House,
+    Stage,
+    running_stage,
+    short,
+)
 
 BEFORE = {"router@v1", "writer@v1"}
 AFTER = {"router@v2", "writer@v1"}
@@ -80,7 +88,7 @@ def test_a_fault_before_the_alias_moves_changes_nothing(
     house: House, replicas: int, faulty: int, step: str
 ) -> None:
     with running_stage(
-        house, replicas=replicas, timeout_s=0.4, load_timeout_s=0.4, pace=NEVER_LOOK
+        house, replicas=replicas, timeout_s=short(0.4), load_timeout_s=short(0.4), pace=NEVER_LOOK
     ) as stage:
         engine = stage.engines[faulty]
         for kind in KINDS:
@@ -112,7 +120,7 @@ def test_what_cannot_be_unloaded_is_unloaded_later(
     house: House, replicas: int, faulty: int, kind: str
 ) -> None:
     with running_stage(
-        house, replicas=replicas, timeout_s=0.3, load_timeout_s=0.3, pace=LOOK_OFTEN
+        house, replicas=replicas, timeout_s=short(0.3), load_timeout_s=short(0.3), pace=LOOK_OFTEN
     ) as stage:
         engine = stage.engines[faulty]
         # The way back after a failed probe ...
