@@ -6,12 +6,13 @@ the interval that the median lies in, and a server that is behind, or fails, is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.gateway.load import quantile
 from benchmarks.records import Record
-from benchmarks.stats import median, median_interval
+from benchmarks.stats import mean_of, median, median_interval
 
 NAMES = {
     "direct": "the engine by itself",
@@ -210,13 +211,24 @@ def _words(records: Sequence[Record]) -> str:
     met = {(row.kind, row.clients) for row in ours}
     usual = [(kind, n) for kind in ("whole", "streamed") for n in USUAL_CLIENTS]
     left = [Row(kind, n, 0, "").name for kind, n in usual if (kind, n) not in met]
+    blocks = [share for row in ours if row.clients > 1 for share in row.share]
     return (
         f"{min(load):.0f} to {max(load):.0f} processes wanted to run meanwhile, these among them."
         f" The clients took more than {_BUSY:.0%} of a core, so that they may have been the"
         f" bottleneck: {_listed(busy)}. Below {LEAST_SHARE:.0%} of the engine's requests a second:"
         f" {_listed(below)}. More than {MOST_ADDED_MS:g} ms added at the median: {_listed(late)}."
         f" Fewer requests a second than LiteLLM's proxy: {_listed(behind)}."
-        f" Not measured: {_listed(left)}."
+        f" Not measured: {_listed(left)}." + (_together(blocks) if len(blocks) > 1 else "")
+    )
+
+
+def _together(shares: Pairs) -> str:
+    """What all blocks of many clients say, whose settings have few each."""
+    mean = mean_of([math.log(share) for share in shares])
+    middle, low, high = map(math.exp, (mean.mean, mean.low, mean.high))
+    return (
+        f" All {mean.n} pairs of blocks of many clients together: {middle:.1%} of the engine's"
+        f" requests a second ({low:.1%} to {high:.1%}, geometric mean and its 95 % interval)."
     )
 
 

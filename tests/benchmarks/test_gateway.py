@@ -150,6 +150,7 @@ def test_what_is_missed_is_said() -> None:
     assert "bottleneck: whole by 16 clients. Below 97% of the engine's requests a second:" in text
     assert "a second: whole by 16 clients. More than 2 ms added at the median: nowhere." in text
     assert "Fewer requests a second than LiteLLM's proxy: nowhere." in text
+    assert "All 2 pairs of blocks of many clients together: 84.9% of the engine's" in text
 
 
 @pytest.mark.parametrize(
