@@ -167,7 +167,8 @@ def test_a_reader_that_stopped_reading_holds_up_nobody() -> None:
     handler = LineHandler("text", descriptor=write_end)
     for _ in range(25_000):
         handler.emit(_record("x" * 200))  # returns, or this test would never end
-    assert handler.lost > 10_000
+    # 10,000 wait, up to as many are being written, and a pipe holds some hundreds.
+    assert handler.lost > 4_000
     os.close(read_end)
     handler.finish()
     os.close(write_end)
