@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-import threading
+import time
 import urllib.error
 import urllib.request
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -133,21 +135,15 @@ def test_a_cut_stream_breaks_the_connection() -> None:
 
 
 def test_a_hanging_reply_ends_with_the_server() -> None:
-    failed: list[str] = []
-
-    def ask(server: ScriptedServer) -> None:
-        try:
-            _ask(server)
-        except Exception as error:
-            failed.append(type(error).__name__)
-
     with ScriptedServer([Reply("never", hang=True)]) as server:
-        thread = threading.Thread(target=ask, args=(server,))
-        thread.start()
+        address = urlsplit(server.url)
+        client = http.client.HTTPConnection(str(address.hostname), address.port, timeout=5)
+        client.request("POST", "/v1/chat/completions", json.dumps(ASK))  # and keeps the connection
         while not server.requests:
-            thread.join(0.01)
-    thread.join()
-    assert len(failed) == 1
+            time.sleep(0.01)
+    with pytest.raises(http.client.RemoteDisconnected):  # and no time-out
+        client.getresponse()
+    client.close()
 
 
 def test_speakers_are_chosen_among_those_offered() -> None:

@@ -152,8 +152,11 @@ def _install(python: Path, packages: list[str]) -> None:
 def test(name: str) -> bool:
     """Run the runtime's tests; no test at all is a failure (pytest's exit code 5)."""
     print(f"recorder on {name}: {', '.join(RUNTIMES[name].packages)}", flush=True)
-    command = [str(environment(name)), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    variables = {**os.environ, "MARFT_RUNTIME": name}
+    python = environment(name)
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # Agents that run code look for a `python`, which not every machine has.
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+    variables = {**os.environ, "MARFT_RUNTIME": name, "PATH": path}
     done = subprocess.run([*command, *RUNTIMES[name].tests], cwd=ROOT, env=variables)
     return done.returncode == 0
 

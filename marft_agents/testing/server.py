@@ -284,6 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = ServerRequest(self.path, headers, cast("JsonDict", json.loads(raw)), raw)
         reply, number = scripted.answer(request)
         if scripted.stopping.wait(None if reply.hang else reply.delay_s):
+            self.close_connection = True  # or the client would wait on, for a server that is gone
             return
         if reply.status != 200:
             error = {"message": reply.error, "type": "scripted", "code": reply.status}
