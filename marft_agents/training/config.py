@@ -50,7 +50,7 @@ _ABOVE_ZERO = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "replay_turns", "max_nonfinite_steps", "weight_decay", "entropy_coef", "beta", "max_resample",
-    "max_staleness", "max_guard_trips", "entropy_floor", "max_grad_norm", "critic_weight_decay",
+    "max_staleness", "max_guard_trips", "entropy_floor",
 )  # fmt: skip
 _INFINITE_IS_OFF = frozenset({
     "epsilon", "epsilon_high", "importance_sampling_clip_max", "replay_tolerance", "target_kl",
@@ -223,6 +223,8 @@ class MarftConfig(BaseConfig):
             if isinstance(value, float) and not math.isfinite(value):
                 off = known.name in _INFINITE_IS_OFF and value > 0
                 self._must(known.name, off, "a finite number")
+        for name in ("max_grad_norm", "critic_weight_decay"):
+            self._must(name, getattr(self, name) >= 0, "0 or more")
         self._must("awr_weight_max", self.awr_weight_max <= 1e9, "at most 1e9")
         limit = self.save_total_limit
         self._must("save_total_limit", limit is None or limit > 0, "above 0, or left out")
