@@ -225,10 +225,12 @@ def estimate(plan: Plan, registry: Registry, config: MarftConfig, device: Device
     if reads:
         load = transcript_load(plan.data.episodes, config)
         steps["critic"] = seconds(shape, load, device, adapter=0, trained=False)
-    known = {"trained": True, "checkpointing": checkpointing}
     steps["training"] = sum(
-        seconds(shape, p.load, device, adapter=sizes[a], **known) for a, p in packed.items()
-    )
+        seconds(
+            shape, p.load, device, adapter=sizes[a], trained=True, checkpointing=checkpointing
+        )
+        for a, p in packed.items()
+    )  # fmt: skip
     return Estimate(
         memory,
         device,
