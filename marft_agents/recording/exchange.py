@@ -202,11 +202,13 @@ class Exchange:
 
     def failed(self, error: BaseException) -> None:
         """No response came."""
+        self.call.episode.core.sink.app_goes_on()
         self.error = self.error or describe_error(error)
         self.close()
 
     def begin(self, status: int, headers: Any) -> None:
         """The answer begins: what came before its body."""
+        self.call.episode.core.sink.app_goes_on()
         self.status = status
         self._headers = by_name(headers)
         kind = self._headers.get(b"content-type", b"").lower()

@@ -3,8 +3,8 @@
 Invariant: ``put`` takes a lock for an instant and returns, and never raises. One daemon thread
 prepares (redacts, hashes, encodes) and writes in the order of ``put``: a little later, when the app
 has sent a request and waits itself, and a few events in one go. For while this thread works the
-app's cannot, and each time that it comes back from the disk it has to ask that one for the
-interpreter. ``flush`` and ``close`` wait for no such moment. The queue is bounded in events and in
+app's cannot; so where the app goes on before all is written, this thread rests after every few
+events. ``flush`` and ``close`` wait for no such moment. The queue is bounded in events and in
 bytes; a full queue or a disk error loses the newest event, which is counted for its episode in
 ``EpisodeEnded.dropped_events`` and said once. Small events that change what an episode means (its
 borders, rewards, edits) are kept, in bounds, when the disk refuses them, and written when it works
@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import NamedTuple
 
 from marft_agents.recording import leaving
@@ -42,6 +43,12 @@ _ROUNDS = 4
 """How often to look for events that come without waking anybody, before sleeping."""
 _WORK_S = 0.002
 """Seconds of preparing after which what is ready is written, and the app's thread may go on."""
+_REST_S = 0.01
+"""Seconds of rest between one go and the next while the app has something to do."""
+_FEW = 4
+"""Events in one go then, at least."""
+_GOES = 25
+"""In about so many goes all is written that waited when the first began."""
 _TOGETHER_BYTES = 2**20
 """What is written in one go, roughly."""
 _MOST_LINGERING = 1000
@@ -96,8 +103,13 @@ class Sink:
         self._batch = 0
         """Of the queue, how many events to write now."""
         self._asleep = False
+        self._few: int | None = None
+        """How many of them in one go; None: as many as there is time for."""
         self._ripe = False
         """Whether events are to be written as soon as the app has nothing to do."""
+        self._app_waits_from = inf
+        """When the app is through with sending its newest request, by ``time.monotonic``, where no
+        answer came since: from then on it waits for its model, as far as is known here."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -145,10 +157,15 @@ class Sink:
 
     def app_waits(self) -> None:
         """A request goes out: until its answer comes, the app mostly has nothing to do."""
+        self._app_waits_from = time.monotonic() + _SENDING_S
         if self._ripe:
             with self._changed:
                 self._ripe = False
                 self._changed.notify_all()
+
+    def app_goes_on(self) -> None:
+        """An answer is here, and the app has something to do."""
+        self._app_waits_from = inf
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything queued so far is written or counted lost; False on timeout."""
@@ -256,6 +273,8 @@ class Sink:
         with self._changed:
             if wait and self._batch <= 0:
                 self._await_events()
+            elif wait:
+                self._rest()
             if not self._queue:
                 if wait and not self._closed:  # nobody may be left to close this recorder
                     self._thread = None
@@ -276,8 +295,10 @@ class Sink:
 
         ``taken``: told of each that left the queue.
         """
-        until, size = time.monotonic() + _WORK_S, 0
+        until, size, few = time.monotonic() + _WORK_S, 0, self._few
         while size < _TOGETHER_BYTES and time.monotonic() < until:
+            if few is not None and len(taken) >= few:
+                return
             with self._changed:
                 if not self._queue or (taken and self._batch <= 0):
                     return
@@ -307,6 +328,16 @@ class Sink:
         if self._queue and not self._is_urgent():
             self._await_a_moment()
         self._batch = len(self._queue)
+        self._few = max(_FEW, self._batch // _GOES)
+        if self._is_urgent():
+            self._few = None
+
+    def _rest(self) -> None:
+        """Let an app that has something to do go on; the caller holds the lock."""
+        if time.monotonic() < self._app_waits_from and not self._is_urgent():
+            self._changed.wait_for(self._is_urgent, _REST_S)
+        if self._is_urgent():
+            self._few = None
 
     def _await_a_moment(self) -> None:
         """Wait, not for long, until the app waits for a model; the caller holds the lock."""

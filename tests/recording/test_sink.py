@@ -9,9 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partialmethod
 from pathlib import Path
 
+import openai
 import pytest
 
 from marft_agents.log import LogReader
@@ -20,7 +24,8 @@ from marft_agents.recording import sink as sink_module
 from marft_agents.recording.safety import Safety
 from marft_agents.recording.sink import Sink
 from marft_agents.schema import EpisodeEnded, EpisodeStarted, Event, HumanEvent, RewardEvent
-from marft_agents.testing import BrokenLog, InMemoryLog
+from marft_agents.testing import BrokenLog, InMemoryLog, Reply
+from tests.recording.kit import ask, recording, sdk
 
 
 class GatedLog(InMemoryLog):
@@ -83,6 +88,62 @@ def test_events_are_written_while_the_app_waits_for_its_model(
     assert written.is_set()
     sink.put(_human("waits as well"))
     assert sink.close(5), "closing waits for no such moment"
+
+
+def _written_within(log: InMemoryLog, events: int, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while len(log.events) < events and time.monotonic() < until:
+        time.sleep(0.01)
+    return len(log.events) >= events
+
+
+class _Resting(Sink):
+    """Its thread begins at once and, unless the app waits, rests for an hour after its first go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: InMemoryLog, events: int) -> None:
+        for name, value in (("_LINGER_S", 0.3), ("_MOMENT_S", 0.0), ("_REST_S", 3600.0)):
+            monkeypatch.setattr(sink_module, name, value)
+        monkeypatch.setattr(sink_module, "_WORK_S", 3600.0)
+        super().__init__(log, Safety())
+        for i in range(events):
+            self.put(_human(str(i)))
+
+
+@pytest.mark.parametrize(("events", "first"), [(30, 4), (300, 12)])
+def test_the_log_rests_while_the_app_has_something_to_do(
+    events: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = InMemoryLog()
+    sink = _Resting(monkeypatch, log, events)
+    assert _written_within(log, first, 10)
+    assert not _written_within(log, first + 1, 0.3), "the app has something to do"
+    assert sink.flush(10), "whoever asks waits for no rest"
+    assert [e.text for e in log.of(HumanEvent)] == [str(i) for i in range(events)]
+    assert sink.close()
+
+
+def test_the_log_does_not_rest_while_the_app_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_SENDING_S", 0.0)
+    log = InMemoryLog()
+    sink = _Resting(monkeypatch, log, 0)
+    sink.app_waits()
+    for _ in range(30):
+        sink.put(_human())
+    assert _written_within(log, 30, 10)
+    assert sink.close()
+
+
+def test_the_log_rests_once_the_app_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "_SENDING_S", 0.0)
+    log = InMemoryLog()
+    sink = _Resting(monkeypatch, log, 0)
+    sink.app_waits()
+    sink.app_goes_on()
+    for _ in range(30):
+        sink.put(_human())
+    assert _written_within(log, 4, 10)
+    assert not _written_within(log, 5, 0.3)
+    assert sink.close(10)
 
 
 @pytest.mark.parametrize(("events", "size"), [(8, 2**20), (100, 800)])
@@ -300,3 +361,26 @@ def test_concurrent_puts_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     assert sink.close() and len(log.events) == 1000
+
+
+def _told(_sink: Sink, told: list[str], name: str) -> None:
+    told.append(name)
+
+
+@pytest.mark.parametrize(
+    ("reply", "stream"),
+    [("Hello.", False), ("Hello.", True), (Reply(hang=True), False), (Reply(status=500), False)],
+)
+def test_a_call_tells_when_the_app_waits_and_when_it_goes_on(
+    reply: Reply | str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    for name in ("app_waits", "app_goes_on"):
+        monkeypatch.setattr(Sink, name, partialmethod(_told, told, name))
+    with recording({"planner": [reply]}) as (server, recorder, _):
+        client = sdk(server, timeout=0.5)
+        recorder.capture(client, "planner")
+        with recorder.episode(), suppress(openai.APIError):
+            answer = ask(client, stream=stream)
+            assert list(answer) if stream else answer.choices
+    assert told[0] == "app_waits" and set(told[1:]) == {"app_goes_on"}
