@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import sqlite3
 import sys
@@ -236,6 +237,7 @@ async def measure(
 
 def main() -> None:
     name, url, pairs, chats, folder, *rest = sys.argv[1:]
+    os.chdir(folder)  # MLflow writes beside its database, too
     done = measure(name, url, int(pairs), int(chats), Path(folder), "--stream" in rest)
     print(json.dumps(asyncio.run(done)))
 

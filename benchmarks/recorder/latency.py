@@ -1,6 +1,6 @@
 """What recording adds to a model call, beside MLflow's autologging and OpenTelemetry's.
 
-    python -m benchmarks.recorder.latency [--repeats 3] [--pairs 8] [--delay 20]
+    python -m benchmarks.recorder.latency [--repeats 2] [--pairs 3] [--delay 20]
 
 Invariant: every measurement is a process of its own on the same scripted server, in which blocks
 with the tool and without alternate (``benchmarks.recorder.chat``); what a tool adds is a block's
@@ -28,8 +28,9 @@ from tools.runtimes import environment
 RESULTS = Path("benchmarks/recorder/results/latency.jsonl")
 KEY = ("tool", "stream", "repeat", "pairs", "chats", "delay_ms")
 TOOLS = ("nothing", "marft-agents", "mlflow", "opentelemetry")
-BLOCK_S = 1.5
-"""About how long a block lasts: much longer than tools wait before they write what they noted."""
+BLOCK_S = 6.0
+"""About how long a block lasts: longer than any tool waits before it writes what it noted, which is
+5 s of OpenTelemetry's; what is written after a block is in its processor time and in no turn's."""
 TURN_S = {False: 0.007, True: 0.03}
 """About what a turn takes without any delay, whole and streamed."""
 
@@ -67,8 +68,8 @@ def measure(python: Path, tool: str, url: str, pairs: int, chats: int, *, stream
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=8, help="blocks of either kind a process")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=3, help="blocks of either kind a process")
     parser.add_argument("--delay", type=int, default=20, help="milliseconds before each answer")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)

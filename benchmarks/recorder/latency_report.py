@@ -31,15 +31,15 @@ def adding(records: Sequence[Record]) -> list[str]:
         "An AutoGen round robin of two agents, ten turns a chat, one model call a turn, on a"
         " scripted server in a process of its own; streams come in 64 chunks at once. Blocks of"
         f" chats with the tool and without alternate in one process, {pairs} of either kind, each"
-        " of 1.5 seconds or so. With a delay, tools that write in the background do it while the"
-        " application waits for its model; without one they compete with the application."
+        " of 6 seconds or so, longer than any of the tools waits before it writes. With a delay,"
+        " tools that write in the background do it while the application waits for its model;"
+        " without one they compete with the application."
         " Milliseconds per turn on top of the block beside it: the median over all pairs, and the"
         " 95 % interval in which it lies; at p99, over all turns of a process: the median, and the"
         " least and most. Only marft-agents asks the server for token ids and"
         " log-probabilities; what their transport costs is in its figures. OpenTelemetry's"
         " instrumentation has a provider of its own: with the process's one, AutoGen would write"
-        " spans of itself, too. A tool that wrote down no call adds nothing and is no rival there."
-        " What MLflow writes beside its database is not counted.",
+        " spans of itself, too. A tool that wrote down no call adds nothing and is no rival there.",
         "",
         "| tool | replies | added at p50 | added to the mean | added at p99 | processor time added"
         " | calls written down | kB written a call | pairs |",
