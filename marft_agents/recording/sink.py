@@ -103,8 +103,8 @@ class Sink:
         self._batch = 0
         """Of the queue, how many events to write now."""
         self._asleep = False
-        self._few: int | None = None
-        """How many of them in one go; None: as many as there is time for."""
+        self._few = _FEW
+        """How many of them in one go, where nothing is urgent."""
         self._ripe = False
         """Whether events are to be written as soon as the app has nothing to do."""
         self._app_waits_from = inf
@@ -275,13 +275,14 @@ class Sink:
                 self._await_events()
             elif wait:
                 self._rest()
+            few = self._few if wait and not self._is_urgent() else len(self._queue)
             if not self._queue:
                 if wait and not self._closed:  # nobody may be left to close this recorder
                     self._thread = None
                 return False
         taken: list[_Queued] = []
         try:
-            self._outlet.write(self._prepared(taken))
+            self._outlet.write(self._prepared(taken, few))
         finally:
             with self._changed:
                 self._handled += len(taken)
@@ -290,15 +291,13 @@ class Sink:
                 self._changed.notify_all()
         return True
 
-    def _prepared(self, taken: list[_Queued]) -> Iterator[Event]:
-        """The oldest events, ready to be written, as many as belong together.
+    def _prepared(self, taken: list[_Queued], few: int) -> Iterator[Event]:
+        """The oldest events, ready to be written, as many as belong together; at most ``few``.
 
         ``taken``: told of each that left the queue.
         """
-        until, size, few = time.monotonic() + _WORK_S, 0, self._few
-        while size < _TOGETHER_BYTES and time.monotonic() < until:
-            if few is not None and len(taken) >= few:
-                return
+        until, size = time.monotonic() + _WORK_S, 0
+        while len(taken) < few and size < _TOGETHER_BYTES and time.monotonic() < until:
             with self._changed:
                 if not self._queue or (taken and self._batch <= 0):
                     return
@@ -329,15 +328,11 @@ class Sink:
             self._await_a_moment()
         self._batch = len(self._queue)
         self._few = max(_FEW, self._batch // _GOES)
-        if self._is_urgent():
-            self._few = None
 
     def _rest(self) -> None:
         """Let an app that has something to do go on; the caller holds the lock."""
         if time.monotonic() < self._app_waits_from and not self._is_urgent():
             self._changed.wait_for(self._is_urgent, _REST_S)
-        if self._is_urgent():
-            self._few = None
 
     def _await_a_moment(self) -> None:
         """Wait, not for long, until the app waits for a model; the caller holds the lock."""

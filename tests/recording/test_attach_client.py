@@ -153,9 +153,9 @@ def test_a_failed_call_is_not_mistaken_for_a_retry_of_the_next() -> None:
 
 
 def test_a_server_that_is_gone_is_a_failed_turn() -> None:
-    with ScriptedServer() as gone:
-        pass
     with recording([]) as (_, recorder, log):
+        with ScriptedServer() as gone:  # after the other one, which might get its port
+            pass
         recorder.attach_client(client := sdk(gone, timeout=2), "planner")
         with recorder.episode(), pytest.raises(openai.APIConnectionError):
             ask(client)
