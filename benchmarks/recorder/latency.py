@@ -29,8 +29,9 @@ RESULTS = Path("benchmarks/recorder/results/latency.jsonl")
 KEY = ("tool", "stream", "repeat", "pairs", "chats", "delay_ms")
 TOOLS = ("nothing", "marft-agents", "mlflow", "opentelemetry")
 BLOCK_S = 6.0
-"""About how long a block lasts: longer than any tool waits before it writes what it noted, which is
-5 s of OpenTelemetry's; what is written after a block is in its processor time and in no turn's."""
+"""About how long a block lasts, by ``TURN_S`` (half of it where turns are quicker): long enough for
+OpenTelemetry's exporter, which waits for 512 calls or 5 s, to write in it. What is written after a
+block is in its processor time and in no turn's."""
 TURN_S = {False: 0.007, True: 0.03}
 """About what a turn takes without any delay, whole and streamed."""
 
